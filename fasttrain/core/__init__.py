@@ -1,0 +1,1 @@
+"""Slots, strategies, the plan: how tricks compose. Knows no strategy by name."""

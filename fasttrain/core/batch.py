@@ -1,0 +1,85 @@
+"""What a batch is, how many samples it holds, and how it is cut.
+
+A batch is a tree. Tuples, dicts and lists of tensors (or of trees) are structure; a list of anything else holds one
+entry a sample and is cut; scalars and other objects are shared by all pieces. Every tensor must hold the same number of
+samples along dim 0, and that number must be the expected one: otherwise eight images of three channels would be cut
+into slices of channels without a word.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fasttrain.errors import BatchError
+from fasttrain.lazy import pytree, torch
+
+
+class Microbatches(list):
+    """A batch that the loader has cut already, one entry a microbatch. It is taken as it is."""
+
+
+def _is_samples(node: Any) -> bool:
+    return isinstance(node, list) and not any(isinstance(item, torch.Tensor | dict | tuple | list) for item in node)
+
+
+def _samples(leaf: Any) -> int | None:
+    if isinstance(leaf, torch.Tensor):
+        return leaf.shape[0] if leaf.dim() else None
+    return len(leaf) if _is_samples(leaf) else None
+
+
+def _sizes(batch: Any) -> dict[str, int]:
+    leaves, _ = pytree.tree_flatten_with_path(batch, is_leaf=_is_samples)
+    sizes = {pytree.keystr(path) or "batch": _samples(leaf) for path, leaf in leaves}
+    return {path: size for path, size in sizes.items() if size is not None}
+
+
+WAYS_OUT = (
+    "override split(batch, n) in the Trainer, let the loader yield Microbatches([...]), "
+    "or set whole_batch_loss = True if the loss needs the whole batch"
+)
+
+
+def num_samples(batch: Any, expected: int | None = None) -> int:
+    """The samples in a batch: the size that all its tensors share along dim 0.
+
+    Raises:
+        BatchError: the tensors disagree, hold none, or do not hold `expected` samples.
+    """
+    sizes = _sizes(batch)
+    found = set(sizes.values())
+    if len(found) != 1 or (expected is not None and found != {expected}):
+        held = ", ".join(f"{path} holds {size}" for path, size in sizes.items()) or "it has no tensor with a dim 0"
+        share = f", while this rank's share is {expected} samples" if expected is not None else ""
+        raise BatchError(f"the batch cannot be cut along dim 0: {held}{share}; {WAYS_OUT}.")
+    return found.pop()
+
+
+def cut(batch: Any, n: int, expected: int | None = None) -> list[Any]:
+    """Cut a batch into `n` pieces whose sizes differ by at most one sample; views, nothing is copied.
+
+    Fewer samples than pieces leave some pieces empty, so that every rank makes the same number of them.
+
+    Raises:
+        BatchError: as for `num_samples`.
+    """
+    size = num_samples(batch, expected)
+    bounds = [size * i // n for i in range(n + 1)]
+    leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_samples)
+    is_cut = [_samples(leaf) is not None for leaf in leaves]
+    return [
+        pytree.tree_unflatten(
+            [leaf[low:high] if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)], spec
+        )
+        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+    ]
+
+
+def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:
+    """The same tree with `function` applied to each tensor. Objects of other kinds pass through."""
+    if isinstance(batch, torch.Tensor):
+        return function(batch)
+    if isinstance(batch, Microbatches):
+        return Microbatches(map_tensors(function, item) for item in batch)
+    return pytree.tree_map(lambda leaf: function(leaf) if isinstance(leaf, torch.Tensor) else leaf, batch)

@@ -1,0 +1,258 @@
+"""The plan: each line of the training step, bound once from the strategies that act on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
+from typing import Any
+
+from fasttrain.core.slots import SLOTS, position
+from fasttrain.core.strategy import FOLD, NEST, NO_CONTEXT, ORDER, OWNER, VERBS, Context, Strategy, acts_on
+from fasttrain.core.task import Task, weighted, weights_of
+from fasttrain.errors import Conflict
+from fasttrain.lazy import torch
+from fasttrain.optim.guarded import obeys_found_inf, step_unless
+
+
+def _same(value: Any, *_: Any) -> Any:
+    return value
+
+
+def _nothing(*_: Any) -> None:
+    return None
+
+
+def _no_context(*_: Any) -> AbstractContextManager[None]:
+    return NO_CONTEXT
+
+
+class Nest:
+    """Two or more contexts as one; entered in order, left in reverse, also when one of them fails."""
+
+    __slots__ = ("contexts",)
+
+    def __init__(self, contexts: list[AbstractContextManager[Any]]) -> None:
+        self.contexts = contexts
+
+    def __enter__(self) -> None:
+        for i, context in enumerate(self.contexts):
+            try:
+                context.__enter__()
+            except BaseException as error:
+                for entered in reversed(self.contexts[:i]):
+                    entered.__exit__(type(error), error, error.__traceback__)
+                raise
+
+    def __exit__(self, *error: Any) -> None:
+        for context in reversed(self.contexts):
+            context.__exit__(*error)
+
+
+def bind(kind: str, functions: list[Callable[..., Any]], default: Callable[..., Any]) -> Callable[..., Any]:
+    """One callable for a verb: the default where nobody acts, the one bound method, or a closure over several."""
+    if not functions:
+        return default
+    if len(functions) == 1:
+        return functions[0]
+    if kind == NEST:
+        return lambda *args: Nest([function(*args) for function in functions])
+    if kind == FOLD:
+
+        def fold(value: Any, *args: Any) -> Any:
+            for function in functions:
+                value = function(value, *args)
+            return value
+
+        return fold
+
+    def run(*args: Any) -> None:
+        for function in functions:
+            function(*args)
+
+    return run
+
+
+class Plan:
+    """The lines of the step. Usable without a Trainer: `Plan([Bf16(), Norm(...)], context)`.
+
+    Two strategies in one slot, or two owners of one line, are a `Conflict`.
+    """
+
+    def __init__(self, strategies: Iterable[Strategy], context: Context) -> None:
+        self.strategies = {strategy.slot: strategy for strategy in sorted(strategies, key=lambda s: position(s.slot))}
+        self.context = context
+        for strategy in self.strategies.values():
+            if strategy._context is None:
+                strategy._context = context
+            strategy.lines = self
+        defaults: dict[str, Callable[..., Any]] = {
+            "split": lambda task, batch: task.split(batch, 1),
+            "forward_backward": self._forward_backward,
+            "update": step_unless,
+        }
+        for verb, kind in VERBS.items():
+            if verb in ("dtypes", "around", "gradients", "update", "updated", "report", "state_dict"):
+                continue
+            default = defaults.get(verb) or {FOLD: _same, NEST: _no_context, ORDER: _nothing}[kind]
+            setattr(self, verb, bind(kind, self._acting(verb), default))
+        self._reduce = self._acting("gradients")
+        self._update = (self._acting("update") or [step_unless])[0]
+        self._updated = self._acting("updated")
+        self._reporting = self._acting("report")
+        self.gradients_of: Callable[[Task, Any], Any] = self._gradients_of
+        for wrap in reversed(self._acting("around")):  # the first slot ends up outermost
+            self.gradients_of = wrap(self.gradients_of)
+        self._refused: dict[int, Any] = {}
+        self._empty = False
+        self.watch_norm = False
+        self.watched_norm: Any = None
+
+    # bound in __init__, named here for readers and type checkers
+    model: Callable[[Any], Any]
+    optimizer: Callable[[Any], Any]
+    batch: Callable[[Any], Any]
+    split: Callable[[Task, Any], list[Any]]
+    microbatch: Callable[[bool], AbstractContextManager[Any]]
+    forward: Callable[[], AbstractContextManager[Any]]
+    scale: Callable[[Any], Any]
+    forward_backward: Callable[[Task, list[Any], Any], Any]
+    evaluating: Callable[[Any], AbstractContextManager[Any]]
+    logged: Callable[[dict[str, float]], None]
+
+    def _acting(self, verb: str) -> list[Callable[..., Any]]:
+        acting = [strategy for strategy in self.strategies.values() if verb in acts_on(type(strategy))]
+        if VERBS[verb] == OWNER and len(acting) > 1:
+            first, second = acting[:2]
+            raise Conflict(
+                f"{first.slot}={first.name} and {second.slot}={second.name} both replace the line '{verb}' of the step; "
+                f"turn one off: {first.slot}=null or {second.slot}=null."
+            )
+        return [getattr(strategy, verb) for strategy in acting]
+
+    # ---- gradients of a step
+
+    def _gradients_of(self, task: Task, batch: Any) -> Any:
+        """Gradients of the whole batch in `.grad`; returns this rank's weighted loss (detached, on the device).
+
+        The mean over data ranks of what is returned is the mean loss over everything counted in the step. `None` means
+        that nothing counted at all: no gradients, and the step is refused.
+        """
+        microbatches = self.split(task, batch)
+        weights = weights_of(task, batch, microbatches, self.context)
+        if weights == []:
+            self._empty = True
+            return None
+        return self.forward_backward(task, microbatches, weights)
+
+    def _forward_backward(self, task: Task, microbatches: list[Any], weights: list[Any] | None) -> Any:
+        """The plain way: one microbatch after another."""
+        total, last = None, len(microbatches) - 1
+        for i, microbatch in enumerate(microbatches):
+            with self.microbatch(i == last):
+                if weights is not None and weights[i] is None:
+                    continue
+                with self.forward():
+                    loss = weighted(task.compute_loss(microbatch), None if weights is None else weights[i])
+                self.scale(loss).backward()
+            loss = loss.detach()
+            total = loss if total is None else total + loss
+        return torch.zeros((), device=self.context.device) if total is None else total
+
+    def backward(self, loss: Any, is_last: bool = True) -> None:
+        """One backward pass of your own: `is_last=False` for all but the last of a step."""
+        with self.microbatch(is_last):
+            self.scale(loss).backward()
+
+    # ---- update
+
+    def gradients(self, model: Any, optimizer: Any) -> Any:
+        """Everything done to gradients before the update; returns the verdict: a device flag, or `None`."""
+        if self._empty:
+            self._empty = False
+            return True
+        bad = None
+        for act in self._reduce:
+            flag = act(model, optimizer)
+            if flag is not None:
+                bad = flag if bad is None else torch.maximum(bad, flag)
+        if self.watch_norm:
+            self.watched_norm = gradient_norm(optimizer)
+        return bad
+
+    def update(self, optimizer: Any, bad: Any) -> None:
+        """Step the optimizer; a refused step changes nothing and is counted apart."""
+        if bad is True:
+            self._refuse(optimizer, 1)
+            return
+        self._update(optimizer, bad)
+        if bad is not None:
+            self._refuse(optimizer, bad)
+
+    def _refuse(self, optimizer: Any, by: Any) -> None:
+        self._refused[id(optimizer)] = self._refused.get(id(optimizer), 0) + by
+
+    def refused(self, optimizer: Any) -> Any:
+        """Steps refused so far; a device tensor once a verdict was taken on the device."""
+        return self._refused.get(id(optimizer), 0)
+
+    def set_refused(self, optimizer: Any, steps: int) -> None:
+        """After a restore: how many steps had been refused."""
+        self._refused[id(optimizer)] = steps
+
+    def updated(self, model: Any, optimizer: Any, step: int) -> None:
+        """After `step` steps: schedules and averages follow the accepted ones."""
+        if self._updated:
+            accepted = self.accepted(optimizer, step)
+            for act in self._updated:
+                act(model, optimizer, accepted)
+
+    def accepted(self, optimizer: Any, step: int) -> Any:
+        """Steps that changed the weights: a number, or a device tensor if only the device knows."""
+        refused = self._refused.get(id(optimizer))
+        if refused is None:
+            return step
+        if isinstance(refused, torch.Tensor) and not obeys_found_inf(optimizer):
+            return step - int(refused.item())
+        return step - refused
+
+    # ---- what is seen and kept
+
+    def report(self) -> dict[str, Any]:
+        """Figures of the strategies for the log; tensors are not read here."""
+        figures: dict[str, Any] = {}
+        for report in self._reporting:
+            figures.update(report())
+        return figures
+
+    def state_dict(self) -> dict[str, dict[str, Any]]:
+        """State of each strategy, by slot."""
+        states = {slot: strategy.state_dict() for slot, strategy in self.strategies.items()}
+        return {slot: state for slot, state in states.items() if state}
+
+    def load_state_dict(self, states: dict[str, dict[str, Any]]) -> None:
+        """Give each strategy its state back; a slot without a saved state starts afresh."""
+        for slot, state in states.items():
+            if slot in self.strategies:
+                self.strategies[slot].load_state_dict(state)
+
+    def explain(self) -> list[tuple[str, list[str]]]:
+        """Who acts on which line of the step, in order."""
+        return explain({slot: type(strategy) for slot, strategy in self.strategies.items()})
+
+
+def gradient_norm(optimizer: Any) -> Any:
+    """Euclidean norm of all gradients an optimizer will use; a 0-dim device tensor."""
+    from fasttrain.optim.norms import total_norm
+
+    return total_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
+
+
+def explain(strategies: dict[str, type[Strategy]]) -> list[tuple[str, list[str]]]:
+    """Who acts on which line of the step, in order; needs no torch."""
+    lines = []
+    for verb in VERBS:
+        if verb in ("report", "logged", "state_dict"):
+            continue
+        acting = [f"{s}={strategies[s].name}" for s in SLOTS if s in strategies and verb in acts_on(strategies[s])]
+        lines.append((verb, acting))
+    return lines

@@ -1,0 +1,164 @@
+"""What the step needs to know of the user's code, and how much each microbatch weighs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from fasttrain.core.batch import Microbatches, cut, num_samples
+from fasttrain.core.strategy import Context
+from fasttrain.errors import BatchError, ConfigError
+from fasttrain.lazy import dist, torch
+
+
+@dataclass(slots=True)
+class Fed:
+    """What the feed knows of the batch it just gave: found before the batch went to the device."""
+
+    batch: Any
+    samples: int
+    global_samples: int
+    counts: list[Any] | None = None
+    microbatches: int | None = None
+
+
+@dataclass(slots=True)
+class Task:
+    """The user's side of a step. Strategies see this, never the trainer.
+
+    `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the trainer gives them apart.
+    """
+
+    model: Any
+    compute_loss: Callable[[Any], Any]
+    count: Callable[[Any], Any] | None = None
+    inputs: Callable[[Any], tuple[Any, ...]] | None = None
+    loss: Callable[[Any, Any], Any] | None = None
+    cut: Callable[[Any, int], list[Any]] | None = None
+    whole_batch_loss: bool = False
+    fed: Fed | None = None
+
+    def known(self, batch: Any) -> Fed | None:
+        """What the feed said of this very batch."""
+        fed = self.fed
+        return fed if fed is not None and fed.batch is batch else None
+
+    def samples(self, batch: Any) -> int:
+        """Samples this rank holds of the batch."""
+        fed = self.known(batch)
+        return fed.samples if fed is not None else num_samples(batch)
+
+    def split(self, batch: Any, n: int) -> list[Any]:
+        """Cut a batch into `n` microbatches, as the user does it or along dim 0.
+
+        Raises:
+            BatchError: the batch cannot be cut, or the user's `split` gave another number.
+        """
+        if isinstance(batch, Microbatches):
+            return list(batch)
+        if n == 1:
+            return [batch]
+        if self.whole_batch_loss:
+            raise BatchError(
+                f"whole_batch_loss = True: the loss needs the whole batch, so it cannot be cut into {n} microbatches; "
+                "use accumulation=null."
+            )
+        if self.cut is None:
+            return cut(batch, n, fed.samples if (fed := self.known(batch)) is not None else None)
+        pieces = list(self.cut(batch, n))
+        if len(pieces) != n:
+            raise BatchError(f"split(batch, {n}) gave {len(pieces)} microbatches; return {n}, empty ones if need be.")
+        return pieces
+
+
+# A weight multiplies the loss of a microbatch; None means it counts nothing and is left out.
+Weight = Any
+
+
+def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context) -> list[Weight] | None:
+    """How much each microbatch weighs: `count × data ranks / total count of the step`, over all ranks.
+
+    Applied to the loss before backward, while every reducer averages over ranks, this makes loss and gradient the exact
+    mean over everything counted. Returns `None` where nothing needs a weight (one microbatch on one rank, counted by
+    samples). Nothing is read from the device: counts are plain numbers when taken on the host (as the feed does), and
+    stay tensors otherwise. A count of 0 gives the weight `None`; a step that counts nothing at all gives `[]`.
+    """
+    ranks = context.data_ranks
+    if task.whole_batch_loss:
+        return None
+    if len(microbatches) == 1 and ranks == 1 and task.count is None:
+        return None
+    fed = task.known(batch)
+    total = None
+    if fed is not None and fed.counts is not None and len(fed.counts) == len(microbatches):
+        counts = fed.counts
+    elif task.count is not None:
+        counts = [task.count(microbatch) for microbatch in microbatches]
+    elif fed is not None and len(microbatches) == 1:
+        counts = [fed.samples]
+    else:
+        counts = [num_samples(microbatch) for microbatch in microbatches]
+    if task.count is None and fed is not None:
+        total = {"": float(fed.global_samples)}
+    names = list(counts[0]) if isinstance(counts[0], Mapping) else [""]
+    table = [[count[name] for name in names] if isinstance(count, Mapping) else [count] for count in counts]
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for row in table for value in row):
+        rows = _device_weights(table, context)
+    else:
+        rows = _host_weights([[_number(value) for value in row] for row in table], names, total, context)
+        if rows is None:
+            return []
+    if names == [""]:
+        return [row[0] for row in rows]
+    return [None if all(w is None for w in row) else dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _number(value: Any) -> float:
+    # .numpy() and not .item(): a count on the host is no device read and must not look like one.
+    return float(value.numpy()) if isinstance(value, torch.Tensor) else float(value)
+
+
+def _host_weights(
+    table: list[list[float]], names: list[str], total: dict[str, float] | None, context: Context
+) -> list[list[float | None]] | None:
+    if total is None:
+        sums = [sum(row[i] for row in table) for i in range(len(names))]
+        if context.data_ranks > 1:
+            together = torch.tensor(sums, dtype=torch.float64)
+            dist.all_reduce(together, group=context.host_group)
+            sums = together.numpy().tolist()
+    else:
+        sums = list(total.values())
+    if not any(sums):
+        return None
+    ranks = context.data_ranks
+    return [[value * ranks / sums[i] if value else None for i, value in enumerate(row)] for row in table]
+
+
+def _device_weights(table: list[list[Any]], context: Context) -> list[list[Any]]:
+    counts = torch.stack([torch.stack([torch.as_tensor(value).to(torch.float32) for value in row]) for row in table])
+    total = counts.sum(0)
+    if context.data_ranks > 1:
+        dist.all_reduce(total, group=context.data_group)
+    weights = counts * (context.data_ranks / total)
+    return [list(row.unbind()) for row in weights.unbind()]
+
+
+def weighted(loss: Any, weight: Weight) -> Any:
+    """One number to differentiate: the loss (or the losses, by name) times what it weighs.
+
+    Raises:
+        ConfigError: `loss` and `count` do not name the same parts.
+    """
+    if not isinstance(loss, Mapping):
+        if isinstance(weight, Mapping):
+            raise ConfigError(f"count gives {sorted(weight)} but the loss is one number; return dicts of the same keys.")
+        return loss if weight is None else loss * weight
+    if isinstance(weight, Mapping):
+        if set(weight) != set(loss):
+            raise ConfigError(f"the loss has the parts {sorted(loss)} and count {sorted(weight)}; use the same keys.")
+        parts = [loss[name] * weight[name] for name in loss if weight[name] is not None]
+    else:
+        parts = [part if weight is None else part * weight for part in loss.values()]
+    return sum(parts[1:], parts[0])

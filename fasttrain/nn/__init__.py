@@ -1,0 +1,1 @@
+"""Modules and helpers on modules that know torch alone."""

@@ -1,0 +1,1 @@
+"""Optimizer helpers that know torch alone."""

@@ -1,0 +1,45 @@
+"""Step an optimizer unless its gradients are bad, without asking the device where the optimizer can obey by itself."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from fasttrain.lazy import torch
+
+
+def obeys_found_inf(optimizer: Any) -> bool:
+    """Whether every step of this optimizer reads a `found_inf` flag on the device: fused SGD, Adam, AdamW, Adagrad."""
+    return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
+        group.get("fused") for group in optimizer.param_groups
+    )
+
+
+def step_unless(optimizer: Any, bad: Any) -> None:
+    """Step the optimizer, or change nothing at all where `bad` (a 0-dim float on the device, 1 = not finite) says so.
+
+    Fused optimizers obey on the device. For others the flag is read on the host, which waits for the device once a step.
+    """
+    if bad is None:
+        optimizer.step()
+    elif obeys_found_inf(optimizer):
+        optimizer.found_inf, optimizer.grad_scale = bad, None
+        try:
+            optimizer.step()
+        finally:
+            del optimizer.found_inf, optimizer.grad_scale
+    elif not bad.item():
+        optimizer.step()
+
+
+def give_momentum_buffers(optimizer: Any) -> None:
+    """Give a fused SGD its momentum buffers, filled with zeros, before the first step.
+
+    torch allocates them uninitialised at the first step and lets the kernel fill them; a first step that `found_inf`
+    refuses leaves them as they are, so the second step would add garbage. With `dampening=0` a zero buffer gives the
+    same first step, bit for bit. Checked with torch 2.14.1; may go once `_fused_sgd` fills them itself.
+    """
+    for group in optimizer.param_groups:
+        if group.get("momentum") and not group.get("dampening"):
+            for parameter in group["params"]:
+                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
+                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
