@@ -1,0 +1,6 @@
+"""Data: what a trainer trains on, in which order, and how it gets to the device."""
+
+from fasttrain.data.data import Data
+from fasttrain.data.seeds import mix
+
+__all__ = ["Data", "mix"]

@@ -1,0 +1,79 @@
+"""What a trainer trains on. Every form answers the same question: the samples at these positions, please."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fasttrain.errors import ConfigError
+from fasttrain.lazy import pytree, torch
+
+
+@dataclass(frozen=True)
+class Data:
+    """Training and evaluation data.
+
+    Each of the two is a tree of CPU tensors of equal dim 0 (a tuple, dict, or namedtuple: indexed a batch at a time), a
+    map-style data set (`__getitem__` and `__len__`: read by torch's DataLoader), or an iterable that gives this rank's
+    batches itself. `transform(batch) -> batch` runs on the host on each training batch; torch's, numpy's and Python's
+    global random generators are then seeded by (seed, epoch, position), so that what it draws does not depend on
+    workers, prefetching or restarts. The same holds for what a data set draws, sample by sample.
+    """
+
+    train: Any
+    evaluation: Any = None
+    transform: Callable[[Any], Any] | None = None
+    collate: Callable[[list[Any]], Any] | None = None
+    num_workers: int = 0
+    shuffle: bool = True
+
+
+def form(source: Any) -> str:
+    """How a source is read: `tensors`, `dataset` or `batches`.
+
+    Raises:
+        ConfigError: it is none of them, or its tensors hold different numbers of samples.
+    """
+    if isinstance(source, torch.utils.data.IterableDataset | torch.utils.data.DataLoader):
+        return "batches"
+    leaves = pytree.tree_leaves(source)
+    if leaves and all(isinstance(leaf, torch.Tensor) for leaf in leaves) and not isinstance(source, list):
+        sizes = {leaf.shape[0] if leaf.dim() else None for leaf in leaves}
+        if len(sizes) != 1 or sizes == {None}:
+            raise ConfigError(
+                f"the tensors of the data hold {sorted(map(str, sizes))} samples; give tensors of one equal dim 0."
+            )
+        return "tensors"
+    if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
+        return "dataset"
+    if isinstance(source, Iterable):
+        return "batches"
+    raise ConfigError(
+        f"a {type(source).__name__} is no data; give tensors of equal dim 0, a data set with __getitem__ and __len__, or "
+        "an iterable of batches."
+    )
+
+
+def num_samples_of(source: Any) -> int | None:
+    """Samples in a source; `None` where only going through it would tell."""
+    kind = form(source)
+    if kind == "tensors":
+        return pytree.tree_leaves(source)[0].shape[0]
+    return len(source) if kind == "dataset" else None
+
+
+def take(source: Any, indices: Any) -> Any:
+    """The samples of a tree of tensors at `indices` (int64, `[n]`), copied into a batch."""
+    # index_select beats plain indexing several times over for small samples and for uint8.
+    return pytree.tree_map(lambda tensor: tensor.index_select(0, indices), source)
+
+
+def batches_of(source: Any) -> Iterator[Any]:
+    """The batches an iterable gives, after a word about an empty one."""
+    empty = True
+    for batch in source:
+        empty = False
+        yield batch
+    if empty:
+        raise ConfigError("the training data gave no batch; look at the path, the filter or the batch size.")

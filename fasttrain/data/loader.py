@@ -1,0 +1,109 @@
+"""Reading the samples at given positions: in memory, or by worker processes."""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+from fasttrain.data.data import Data, batches_of, form, take
+from fasttrain.data.order import Order, share
+from fasttrain.data.seeds import mix
+from fasttrain.lazy import np, torch
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators that code on the host draws from: torch, numpy and Python."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Seed the host's generators inside; outside, nothing was drawn."""
+    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])
+
+
+class SeededSamples:
+    """A map-style data set read at (epoch, position, index): what a sample draws depends on nothing else."""
+
+    def __init__(self, dataset: Any, seed: int, in_worker: bool) -> None:
+        self.dataset, self.seed, self.in_worker = dataset, seed, in_worker
+
+    def __len__(self) -> int:
+        return len(self.dataset)
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        epoch, index = key
+        seed = mix(self.seed, "sample", epoch, index)
+        if self.in_worker:
+            seed_host(seed)
+            return self.dataset[index]
+        with own_randomness(seed):
+            return self.dataset[index]
+
+
+def epoch_batches(
+    data: Data, source: Any, order: Order, epoch: int, first_step: int, rank: int, ranks: int, train: bool
+) -> Iterator[tuple[Any, int, int]]:
+    """This rank's batches of an epoch from `first_step` on: `(batch, samples here, samples over all ranks)`.
+
+    A rank whose share of a short last step is empty gets an empty batch from tensors, and `None` from a data set.
+    """
+    spans = [order.step(step) for step in range(first_step, order.steps_per_epoch)]
+    shares = [share(first, end, rank, ranks) for first, end in spans]
+    indices = order.epoch(epoch)
+    if form(source) == "tensors":
+        batches: Iterable[Any] = (take(source, indices[low:high]) for low, high in shares)
+    else:
+        batches = _read(data, source, Keys(epoch, indices.numpy(), [(a, b) for a, b in shares if a < b]), order.seed)
+    reading = iter(batches)
+    for (first, end), (low, high) in zip(spans, shares, strict=True):
+        empty = low == high and form(source) != "tensors"
+        batch = None if empty else next(reading)
+        if train and data.transform is not None and not empty:
+            with own_randomness(mix(order.seed, "batch", epoch, low)):
+                batch = data.transform(batch)
+        yield batch, high - low, end - first
+
+
+class Keys:
+    """The keys of each batch of an epoch, made as they are asked for."""
+
+    def __init__(self, epoch: int, indices: Any, shares: list[tuple[int, int]]) -> None:
+        self.epoch, self.indices, self.shares = epoch, indices, shares
+
+    def __len__(self) -> int:
+        return len(self.shares)
+
+    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
+        for low, high in self.shares:
+            yield [(self.epoch, index) for index in self.indices[low:high].tolist()]
+
+
+def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
+    workers = data.num_workers if len(keys) else 0
+    return torch.utils.data.DataLoader(
+        SeededSamples(source, seed, in_worker=workers > 0),
+        batch_sampler=keys,
+        num_workers=workers,
+        collate_fn=data.collate,
+        # Given, so that making an iterator draws nothing from the global generator.
+        generator=torch.Generator().manual_seed(mix(seed, "workers")),
+    )
+
+
+def given_batches(source: Any, skip: int) -> Iterator[Any]:
+    """The batches that an iterable gives by itself, after the first `skip`, which are read and dropped."""
+    for number, batch in enumerate(batches_of(source)):
+        if number >= skip:
+            yield batch

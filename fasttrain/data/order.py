@@ -1,0 +1,50 @@
+"""In which order samples are seen: a global position, split over ranks by arithmetic.
+
+Position is counted in samples of the whole run. Nothing of it depends on the number of ranks, workers or microbatches,
+so a run can be taken up in the middle of an epoch by arithmetic.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from fasttrain.data.seeds import mix
+from fasttrain.lazy import torch
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """The samples of each step. `size` samples an epoch, `batch_size` of them a step, over all ranks."""
+
+    size: int
+    batch_size: int
+    seed: int = 0
+    shuffle: bool = True
+
+    @property
+    def steps_per_epoch(self) -> int:
+        """Steps an epoch takes, a last one with fewer samples included."""
+        return -(-self.size // self.batch_size)
+
+    def epoch(self, epoch: int) -> Any:
+        """Indices of all samples in the order of this epoch: int64, `[size]`."""
+        if not self.shuffle:
+            return torch.arange(self.size)
+        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
+        return torch.randperm(self.size, generator=generator)
+
+    def step(self, step_in_epoch: int) -> tuple[int, int]:
+        """First position and end of a step within its epoch, over all ranks."""
+        first = step_in_epoch * self.batch_size
+        return first, min(first + self.batch_size, self.size)
+
+
+def share(first: int, end: int, rank: int, ranks: int) -> tuple[int, int]:
+    """The part of `[first, end)` that a rank takes: contiguous, sizes differ by at most one, none twice.
+
+    >>> [share(0, 7, rank, 3) for rank in range(3)]
+    [(0, 2), (2, 4), (4, 7)]
+    """
+    count = end - first
+    return first + count * rank // ranks, first + count * (rank + 1) // ranks

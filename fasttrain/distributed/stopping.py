@@ -1,0 +1,136 @@
+"""Stopping on purpose: a signal or a time limit on any one rank ends all ranks after the same step.
+
+No device is asked and no collective is sent. A rank that wants to stop writes a key into the launcher's store; a thread
+of every rank looks for that key about once a second. Whoever sees it publishes, under a lock shared with the training
+thread, the next step boundary at which its rank can stop. As threads publish even while the training thread waits in a
+collective, every rank's answer arrives; all then stop at the largest boundary published, which none has passed.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+from types import FrameType
+from typing import Any
+
+from fasttrain.errors import EXIT_FAILED
+from fasttrain.lazy import dist
+
+SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
+LOOK_EVERY_S = 1.0
+
+
+class Stopper:
+    """Asks for a stop, and says after which step all ranks stop.
+
+    `boundary(step)` is called by the training thread after each step; it returns the reason once this rank must stop.
+    """
+
+    def __init__(self, rank: int, size: int, deadline_s: float | None = None, store: Any = None) -> None:
+        self.rank, self.size = rank, size
+        self.reason: str | None = None
+        self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
+        self._lock = threading.Lock()
+        self._ended = threading.Event()
+        self._pending = False
+        self._stop_at: int | None = None
+        self._next_boundary = 0
+        self._store = store
+        self._thread: threading.Thread | None = None
+        self._former: dict[int, Any] = {}
+
+    def start(self, step: int) -> None:
+        """Begin to listen; `step` steps are done. Signal handlers only where this is the main thread."""
+        self._next_boundary = step + 1
+        if threading.current_thread() is threading.main_thread():
+            for name in SIGNALS:
+                number = getattr(signal, name, None)
+                if number is not None:
+                    self._former[number] = signal.signal(number, self._signalled)
+        if self.size > 1:
+            self._store = dist.PrefixStore(f"stop/{_next_round()}", self._store or own_store())
+            self._thread = threading.Thread(target=self._look, name="fasttrain-stop", daemon=True)
+            self._thread.start()
+
+    def end(self) -> None:
+        """Stop listening; the former signal handlers are back."""
+        self._ended.set()
+        for number, handler in self._former.items():
+            signal.signal(number, handler)
+        self._former.clear()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+
+    def ask(self, reason: str) -> None:
+        """Ask for a stop of all ranks after the current step."""
+        self.reason = self.reason or reason
+
+    def _signalled(self, number: int, frame: FrameType | None) -> None:
+        if self.reason is not None:  # a second signal: at once
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
+            return
+        self.reason = signal.Signals(number).name
+
+    def _wants(self) -> bool:
+        if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
+            self.reason = "max_time"
+        return self.reason is not None
+
+    def boundary(self, step: int) -> str | None:
+        """After step number `step`: the reason to stop now, or None."""
+        if self.size == 1:
+            return self.reason if self._wants() else None
+        with self._lock:
+            self._next_boundary = step + 1
+            if not self._pending:
+                return None
+        if self._stop_at is None:
+            self._stop_at = self._agreed()
+        return (self.reason or "another rank") if step >= self._stop_at else None
+
+    def _publish(self, boundary: int) -> None:
+        self._store.set(f"rank/{self.rank}", str(boundary))
+
+    def _agreed(self) -> int:
+        keys = [f"rank/{rank}" for rank in range(self.size)]
+        while not self._store.check(keys):
+            time.sleep(0.01)
+        if self.reason is None:
+            self.reason = self._store.get("reason").decode()
+        return max(int(self._store.get(key)) for key in keys)
+
+    def _look(self) -> None:
+        try:
+            while not self._ended.wait(LOOK_EVERY_S):
+                if self._wants() and not self._store.check(["reason"]):
+                    self._store.set("reason", self.reason)
+                if self._store.check(["reason"]):
+                    with self._lock:
+                        self._pending = True
+                        self._publish(self._next_boundary)
+                    return
+        except dist.DistError:
+            # The store lives in the launcher: without it nobody would ever end this process.
+            if not self._ended.is_set() and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":
+                sys.stderr.write(f"rank {self.rank}: the launcher is gone; this process ends.\n")
+                os._exit(EXIT_FAILED)
+
+
+def own_store() -> Any:
+    """A connection of its own to the launcher's store, so that no waiting call of others stands in the way."""
+    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+
+
+_rounds = 0
+
+
+def _next_round() -> str:
+    # Several runs in one process group, and restarts by the launcher, must not see each other's keys.
+    global _rounds
+    _rounds += 1
+    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"

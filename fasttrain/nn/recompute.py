@@ -1,0 +1,69 @@
+"""Run a module's forward again in the backward pass, with the same result and without side effects."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.utils.checkpoint import checkpoint
+
+
+class StatisticsAside:
+    """While entered, running statistics of norms move on copies: a second forward leaves the originals alone.
+
+    Buffers are exchanged rather than written back, as their version counters guard tensors saved for backward.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.norms = [part for part in module.modules() if isinstance(part, _NormBase) and part.track_running_stats]
+        self.kept: list[dict[str, Any]] = []
+
+    def __enter__(self) -> None:
+        for norm in self.norms:
+            self.kept.append(dict(norm._buffers))
+            for name, buffer in norm._buffers.items():
+                if buffer is not None:
+                    norm._buffers[name] = buffer.clone()
+
+    def __exit__(self, *error: object) -> None:
+        for norm in reversed(self.norms):
+            norm._buffers.update(self.kept.pop())
+
+
+def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
+    """`forward` of a module, keeping its inputs alone and running it again in the backward pass.
+
+    RNG state is replayed and statistics of norms move once.
+    """
+    has_statistics = bool(StatisticsAside(module).norms)
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        return nullcontext(), StatisticsAside(module)
+
+    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        if has_statistics and not torch.compiler.is_compiling():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        # A compiled graph writes statistics once by itself: the recomputation is cut out of the same trace.
+        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+
+    return recomputing_forward
+
+
+def checkpoint_blocks(blocks: Iterable[nn.Module], every: int = 1) -> int:
+    """Run chosen blocks again in the backward pass instead of keeping their activations.
+
+    Saves: the activations inside 1/`every` of the blocks; their inputs stay. Costs: their forward again.
+    Needs: a forward that gives the same result twice; RNG state is replayed, BatchNorm statistics move once.
+    In place; weight names stay. Returns the number of blocks changed.
+    Source: Chen et al. 2016, arXiv:1604.06174.
+    """
+    chosen = list(blocks)[::every]
+    for block in chosen:
+        block.forward = recomputed(block, block.forward)
+    return len(chosen)
