@@ -104,6 +104,8 @@ class Plan:
             self.gradients_of = wrap(self.gradients_of)
         self._refused: dict[int, Any] = {}
         self._empty = False
+        # What the microbatch in work weighs; None: it is the whole step.
+        self.weight: Any = None
         self.watch_norm = False
         self.watched_norm: Any = None
 
@@ -116,6 +118,7 @@ class Plan:
     forward: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[Any], Any]
     forward_backward: Callable[[Task, list[Any], Any], Any]
+    started: Callable[[Any, Any, Any], None]
     evaluating: Callable[[Any], AbstractContextManager[Any]]
     logged: Callable[[dict[str, float]], None]
 
@@ -142,6 +145,7 @@ class Plan:
         if weights == []:
             self._empty = True
             return None
+        self.weight = None
         return self.forward_backward(task, microbatches, weights)
 
     def _forward_backward(self, task: Task, microbatches: list[Any], weights: list[Any] | None) -> Any:
@@ -149,10 +153,12 @@ class Plan:
         total, last = None, len(microbatches) - 1
         for i, microbatch in enumerate(microbatches):
             with self.microbatch(i == last):
-                if weights is not None and weights[i] is None:
-                    continue
+                if weights is not None:
+                    self.weight = weights[i]
+                    if self.weight is None:
+                        continue
                 with self.forward():
-                    loss = weighted(task.compute_loss(microbatch), None if weights is None else weights[i])
+                    loss = weighted(task.compute_loss(microbatch), self.weight)
                 self.scale(loss).backward()
             loss = loss.detach()
             total = loss if total is None else total + loss
@@ -214,6 +220,11 @@ class Plan:
         if isinstance(refused, torch.Tensor) and not obeys_found_inf(optimizer):
             return step - int(refused.item())
         return step - refused
+
+    def started_with(self, model: Any, optimizers: Iterable[Any], step: int) -> None:
+        """After initialisation or a restore at `step`: strategies set what the first step finds."""
+        for optimizer in optimizers:
+            self.started(model, optimizer, self.accepted(optimizer, step))
 
     # ---- what is seen and kept
 

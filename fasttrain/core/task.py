@@ -20,7 +20,6 @@ class Fed:
     samples: int
     global_samples: int
     counts: list[Any] | None = None
-    microbatches: int | None = None
 
 
 @dataclass(slots=True)
@@ -28,6 +27,7 @@ class Task:
     """The user's side of a step. Strategies see this, never the trainer.
 
     `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the trainer gives them apart.
+    `counted` is what the last step counted over all ranks, where the host knows.
     """
 
     model: Any
@@ -38,6 +38,7 @@ class Task:
     cut: Callable[[Any, int], list[Any]] | None = None
     whole_batch_loss: bool = False
     fed: Fed | None = None
+    counted: float | None = None
 
     def known(self, batch: Any) -> Fed | None:
         """What the feed said of this very batch."""
@@ -57,6 +58,8 @@ class Task:
         """
         if isinstance(batch, Microbatches):
             return list(batch)
+        if batch is None:
+            return [None] * n
         if n == 1:
             return [batch]
         if self.whole_batch_loss:
@@ -94,24 +97,31 @@ def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context
     if fed is not None and fed.counts is not None and len(fed.counts) == len(microbatches):
         counts = fed.counts
     elif task.count is not None:
-        counts = [task.count(microbatch) for microbatch in microbatches]
+        counts = [_count(task.count, microbatch) for microbatch in microbatches]
     elif fed is not None and len(microbatches) == 1:
         counts = [fed.samples]
     else:
-        counts = [num_samples(microbatch) for microbatch in microbatches]
+        counts = [_count(num_samples, microbatch) for microbatch in microbatches]
     if task.count is None and fed is not None:
-        total = {"": float(fed.global_samples)}
-    names = list(counts[0]) if isinstance(counts[0], Mapping) else [""]
-    table = [[count[name] for name in names] if isinstance(count, Mapping) else [count] for count in counts]
+        total = float(fed.global_samples)
+    names = next((list(count) for count in counts if isinstance(count, Mapping)), [""])
+    table = [[count[n] for n in names] if isinstance(count, Mapping) else [count] * len(names) for count in counts]
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for row in table for value in row):
+        task.counted = None
         rows = _device_weights(table, context)
     else:
-        rows = _host_weights([[_number(value) for value in row] for row in table], names, total, context)
-        if rows is None:
+        sums = _host_sums(table := [[_number(value) for value in row] for row in table], total, context)
+        task.counted = sums[0]
+        if not any(sums):
             return []
+        rows = [[value * ranks / sums[i] if value else None for i, value in enumerate(row)] for row in table]
     if names == [""]:
         return [row[0] for row in rows]
     return [None if all(w is None for w in row) else dict(zip(names, row, strict=True)) for row in rows]
+
+
+def _count(count: Callable[[Any], Any], microbatch: Any) -> Any:
+    return 0 if microbatch is None else count(microbatch)
 
 
 def _number(value: Any) -> float:
@@ -119,21 +129,15 @@ def _number(value: Any) -> float:
     return float(value.numpy()) if isinstance(value, torch.Tensor) else float(value)
 
 
-def _host_weights(
-    table: list[list[float]], names: list[str], total: dict[str, float] | None, context: Context
-) -> list[list[float | None]] | None:
-    if total is None:
-        sums = [sum(row[i] for row in table) for i in range(len(names))]
-        if context.data_ranks > 1:
-            together = torch.tensor(sums, dtype=torch.float64)
-            dist.all_reduce(together, group=context.host_group)
-            sums = together.numpy().tolist()
-    else:
-        sums = list(total.values())
-    if not any(sums):
-        return None
-    ranks = context.data_ranks
-    return [[value * ranks / sums[i] if value else None for i, value in enumerate(row)] for row in table]
+def _host_sums(table: list[list[float]], total: float | None, context: Context) -> list[float]:
+    if total is not None:
+        return [total]
+    sums = [sum(column) for column in zip(*table, strict=True)]
+    if context.data_ranks == 1:
+        return sums
+    together = torch.tensor(sums, dtype=torch.float64)
+    dist.all_reduce(together, group=context.host_group)
+    return together.numpy().tolist()
 
 
 def _device_weights(table: list[list[Any]], context: Context) -> list[list[Any]]:

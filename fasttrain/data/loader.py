@@ -53,13 +53,14 @@ class SeededSamples:
 
 
 def epoch_batches(
-    data: Data, source: Any, order: Order, epoch: int, first_step: int, rank: int, ranks: int, train: bool
+    data: Data, source: Any, order: Order, epoch: int, position: int, rank: int, ranks: int, train: bool
 ) -> Iterator[tuple[Any, int, int]]:
-    """This rank's batches of an epoch from `first_step` on: `(batch, samples here, samples over all ranks)`.
+    """This rank's batches of an epoch from `position` (samples over all ranks) on.
 
-    A rank whose share of a short last step is empty gets an empty batch from tensors, and `None` from a data set.
+    Gives `(batch, samples here, samples over all ranks)`. A rank whose share of a short last step is empty gets an empty
+    batch from tensors, and `None` from a data set.
     """
-    spans = [order.step(step) for step in range(first_step, order.steps_per_epoch)]
+    spans = order.spans(position)
     shares = [share(first, end, rank, ranks) for first, end in spans]
     indices = order.epoch(epoch)
     if form(source) == "tensors":

@@ -15,17 +15,24 @@ from fasttrain.lazy import torch
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The samples of each step. `size` samples an epoch, `batch_size` of them a step, over all ranks."""
+    """The samples of each step: `size` an epoch, `batch_size` a step over all ranks, at most `limit` steps an epoch."""
 
     size: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
 
+    limit: int | None = None
+
+    @property
+    def end(self) -> int:
+        """Samples of an epoch that are seen: all, or those of the first `limit` steps."""
+        return self.size if self.limit is None else min(self.size, self.limit * self.batch_size)
+
     @property
     def steps_per_epoch(self) -> int:
         """Steps an epoch takes, a last one with fewer samples included."""
-        return -(-self.size // self.batch_size)
+        return -(-self.end // self.batch_size)
 
     def epoch(self, epoch: int) -> Any:
         """Indices of all samples in the order of this epoch: int64, `[size]`."""
@@ -34,10 +41,9 @@ class Order:
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
         return torch.randperm(self.size, generator=generator)
 
-    def step(self, step_in_epoch: int) -> tuple[int, int]:
-        """First position and end of a step within its epoch, over all ranks."""
-        first = step_in_epoch * self.batch_size
-        return first, min(first + self.batch_size, self.size)
+    def spans(self, position: int = 0) -> list[tuple[int, int]]:
+        """First position and end of each step of an epoch from `position` on, over all ranks."""
+        return [(a, min(a + self.batch_size, self.end)) for a in range(position, self.end, self.batch_size)]
 
 
 def share(first: int, end: int, rank: int, ranks: int) -> tuple[int, int]:

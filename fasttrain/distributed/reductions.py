@@ -1,4 +1,4 @@
-"""Sums over ranks of what is logged."""
+"""Sums over ranks of what is logged, and reading the device once."""
 
 from __future__ import annotations
 
@@ -6,12 +6,29 @@ from typing import Any
 
 from fasttrain.lazy import dist, torch
 
+# A sum with its weight: the mean is their quotient.
+Pair = tuple[float, float]
 
-def sum_over_ranks(values: Any, ranks: int, group: Any = None) -> Any:
-    """Sum a tensor over ranks, in place; nothing is sent for one rank."""
-    if ranks > 1:
-        dist.all_reduce(values, group=group)
-    return values
+
+def add_over_ranks(sums: dict[str, Pair], ranks: int) -> dict[str, Pair]:
+    """Add sums and weights of all ranks by name; ranks may know different names. All get the same numbers."""
+    if ranks == 1:
+        return sums
+    every: list[Any] = [None] * ranks
+    dist.all_gather_object(every, sums)
+    together: dict[str, Pair] = {}
+    for one in every:  # in rank order, so that every rank adds the same numbers in the same order
+        for name, (total, weight) in one.items():
+            held = together.get(name, (0.0, 0.0))
+            together[name] = (held[0] + total, held[1] + weight)
+    return together
+
+
+def read_pairs(sums: dict[str, Any]) -> dict[str, Pair]:
+    """Read sums and weights from the device in one transfer."""
+    flat = {f"{name}|{i}": pair[i] for name, pair in sums.items() for i in (0, 1)}
+    read = read_together(flat)
+    return {name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}
 
 
 def read_together(figures: dict[str, Any]) -> dict[str, float]:

@@ -117,3 +117,9 @@ def leave() -> None:
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
     atexit.unregister(leave)
+
+
+def lost_a_rank(error: BaseException) -> bool:
+    """Whether an error says that another rank left in the middle of a collective."""
+    signs = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket", "Timed out waiting")
+    return isinstance(error, dist.DistError | RuntimeError) and any(sign in str(error) for sign in signs)

@@ -1,0 +1,205 @@
+"""Reading the command line, and turning errors into messages and exit codes."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from fasttrain import __version__
+from fasttrain.errors import (
+    EXIT_DONE,
+    EXIT_FAILED,
+    EXIT_STOPPED,
+    EXIT_WRONG_REQUEST,
+    ConfigError,
+    ConfigErrors,
+    FasttrainError,
+    did_you_mean,
+)
+
+COMMANDS: dict[str, str] = {
+    "train": "train (also without any command)",
+    "validate": "every problem of a config at once; loads no torch",
+    "explain": "the resolved config, and who acts on which line of the step",
+    "evaluate": "evaluate the newest checkpoint of a run",
+    "status": "how a run stands",
+}
+USAGE = """\
+usage: python -m fasttrain [COMMAND] --config FILE [key=value ...]
+       torchrun --nproc-per-node N -m fasttrain --config FILE [key=value ...]
+       python -m fasttrain status|evaluate RUN
+"""
+
+
+class _Parser(argparse.ArgumentParser):
+    def error(self, message: str) -> NoReturn:
+        raise ConfigError(f"{message}\n{USAGE.rstrip()}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    commands = "\n".join(f"  {name:10s} {about}" for name, about in COMMANDS.items())
+    parser = _Parser(
+        prog="fasttrain",
+        usage=USAGE.removeprefix("usage: ").rstrip(),
+        description="Train PyTorch models fast and in little memory.",
+        epilog=f"commands:\n{commands}\n\nexit codes: 0 done, 1 failed, 2 wrong request, 75 stopped and resumable",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        add_help=True,
+    )
+    parser.add_argument("--config", metavar="FILE", help="the config, YAML")
+    parser.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else there")
+    parser.add_argument("--version", action="version", version=f"fasttrain {__version__}")
+    parser.add_argument("words", nargs="*", metavar="key=value", help="settings that go before those of the file")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run a command; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    command = "train"
+    if words and not words[0].startswith("-") and "=" not in words[0]:
+        command = words.pop(0)
+    try:
+        if command not in COMMANDS:
+            raise ConfigError(f"there is no command '{command}'; {did_you_mean(command, COMMANDS)}\n{USAGE.rstrip()}")
+        arguments = _parser().parse_intermixed_args(words)
+        sys.path[:0] = [] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()]
+        return _RUN[command](arguments)
+    except ConfigError as error:
+        return _tell_wrong_request(error, "--json" in words)
+    except FasttrainError as error:
+        _say(f"{type(error).__name__}: {error}")
+        return error.exit_code
+    except KeyboardInterrupt:
+        _say("interrupted")
+        return 130
+    except BrokenPipeError:
+        return EXIT_FAILED
+
+
+def _rank() -> int:
+    return int(os.environ.get("RANK", "0"))
+
+
+def _say(text: str) -> None:
+    sys.stderr.write((f"rank {_rank()}: " if _rank() else "") + text + "\n")
+    sys.stderr.flush()
+
+
+def _tell_wrong_request(error: ConfigError, as_json: bool) -> int:
+    # Every rank finds the same mistake; one tells it.
+    if _rank() == 0:
+        problems = error.problems if isinstance(error, ConfigErrors) else []
+        if as_json:
+            told: list[Any] = [p.as_dict() for p in problems] or [{"key": "", "message": str(error)}]
+            sys.stdout.write(json.dumps({"ok": False, "problems": told}) + "\n")
+        elif len(problems) > 1:
+            lines = "\n".join(f"  {problem}" for problem in problems)
+            sys.stderr.write(f"{len(problems)} problems:\n{lines}\n")
+        else:
+            sys.stderr.write(f"{error}\n")
+        sys.stderr.flush()
+    return EXIT_WRONG_REQUEST
+
+
+def _needs_config(arguments: argparse.Namespace) -> tuple[str, list[str]]:
+    if arguments.config is None:
+        raise ConfigError(f"--config FILE is missing.\n{USAGE.rstrip()}")
+    wrong = [word for word in arguments.words if "=" not in word]
+    if wrong:
+        raise ConfigError(f"'{wrong[0]}' is no key=value.\n{USAGE.rstrip()}")
+    return arguments.config, arguments.words
+
+
+def _train(arguments: argparse.Namespace) -> int:
+    from fasttrain.config import load
+
+    config, overrides = _needs_config(arguments)
+    resolved = load(config, overrides)
+    if resolved.trainer is None:
+        raise ConfigError(f"{config}: trainer is not set; name the class, for example trainer: recipes.resnet:ResNet.")
+    launched = "TORCHELASTIC_RUN_ID" in os.environ
+    try:
+        summary = resolved.trainer(_named(resolved, Path(config).stem)).fit()
+    except FasttrainError:
+        raise
+    except Exception as error:
+        return _tell_crash(error)
+    finally:
+        _leave()
+    if arguments.json and _rank() == 0:
+        sys.stdout.write(json.dumps(summary) + "\n")
+    # A launcher counts 75 as a crash and would start again at once: a planned stop under it ends with 0.
+    return EXIT_STOPPED if summary["status"] == "stopped" and not launched else EXIT_DONE
+
+
+def _named(resolved: Any, name: str) -> Any:
+    """The config with the file's name as the run's, unless it has one."""
+    settings = resolved.settings
+    if settings.run.name is not None:
+        return resolved
+    return replace(resolved, settings=replace(settings, run=replace(settings.run, name=name)))
+
+
+def _tell_crash(error: Exception) -> int:
+    """Print the traceback of the rank that failed; the others, which lost it in a collective, say one line."""
+    from fasttrain.distributed.world import lost_a_rank
+
+    if lost_a_rank(error):
+        _say("another rank is gone; this one ends too.")
+    else:
+        _say("".join(traceback.format_exception(error)).rstrip())
+    return EXIT_FAILED
+
+
+def _leave() -> None:
+    from fasttrain.distributed.world import leave
+
+    leave()
+
+
+def _validate(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.validate import validate
+
+    return validate(*_needs_config(arguments), as_json=arguments.json)
+
+
+def _explain(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.explain import explain
+
+    return explain(*_needs_config(arguments), as_json=arguments.json)
+
+
+def _run_word(arguments: argparse.Namespace, command: str) -> tuple[Path, list[str]]:
+    runs = [word for word in arguments.words if "=" not in word]
+    if len(runs) != 1:
+        raise ConfigError(f"{command} takes one run folder, for example: {command} runs/NAME/ID")
+    return Path(runs[0]), [word for word in arguments.words if "=" in word]
+
+
+def _status(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.status import status
+
+    return status(_run_word(arguments, "status")[0], arguments.json)
+
+
+def _evaluate(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.evaluate import evaluate
+
+    return evaluate(*_run_word(arguments, "evaluate"), as_json=arguments.json)
+
+
+_RUN: dict[str, Callable[[argparse.Namespace], int]] = {
+    "train": _train,
+    "validate": _validate,
+    "explain": _explain,
+    "evaluate": _evaluate,
+    "status": _status,
+}

@@ -1,0 +1,92 @@
+"""Evaluation: every sample once over all ranks, means by count."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from fasttrain.distributed.reductions import Pair, add_over_ranks, read_pairs
+from fasttrain.errors import ConfigError
+from fasttrain.lazy import torch
+
+if TYPE_CHECKING:
+    from fasttrain.trainer.trainer import Trainer
+
+Sums = dict[str, list[Any]]
+
+
+def evaluate(trainer: Trainer) -> dict[str, float]:
+    """Loss and metrics over the evaluation data: means over everything counted, on all ranks alike.
+
+    Raises:
+        ConfigError: there is no evaluation data.
+    """
+    if trainer.data.evaluation is None:
+        raise ConfigError(f"{type(trainer).__name__} has no evaluation data; return Data(train=..., evaluation=...).")
+    model, plan, task, figures = trainer.model, trainer.plan, trainer.task, trainer.figures
+    was_training, was_watching = model.training, figures.watching
+    sums: Sums = {}
+    weight_before = plan.weight
+    figures.take()
+    figures.watching = True
+    model.eval()
+    try:
+        with torch.no_grad(), plan.evaluating(model):
+            for batch, samples in trainer.feed.evaluation(task, plan):
+                for microbatch in plan.split(task, batch):
+                    _add(sums, trainer, microbatch, samples)
+    finally:
+        model.train(was_training)
+        figures.take()
+        figures.watching, plan.weight, task.fed = was_watching, weight_before, None
+    return _means(add_over_ranks(read_pairs(sums), trainer.world.size))
+
+
+def _add(sums: Sums, trainer: Trainer, batch: Any, samples: int) -> None:
+    """Add what one microbatch gives, each value with its count."""
+    by_samples = trainer.task.count is None and trainer.task.known(batch) is not None
+    count = samples if by_samples else trainer.count(batch)
+    parts = dict(count) if isinstance(count, Mapping) else {"": count}
+    weight = sum(parts.values())
+    trainer.plan.weight = weight
+    own_loss = type(trainer).loss is not _base().loss
+    if own_loss:
+        output = trainer.model(*trainer.inputs(batch))
+        loss = trainer.loss(output, batch)
+        values = dict(trainer.metrics(output, batch))
+    else:
+        loss, values = trainer.compute_loss(batch), {}
+    named = loss if isinstance(loss, Mapping) else {"": loss}
+    for name, value in named.items():
+        _accumulate(sums, f"loss/{name}" if name else "loss", value, parts.get(name, weight))
+    for name, value in values.items():
+        _accumulate(sums, name, value, weight)
+    logged, _ = trainer.figures.take()
+    for name, (total, by) in logged.items():
+        held = sums.setdefault(name, [0.0, 0.0])
+        held[0], held[1] = held[0] + total, held[1] + by
+
+
+def _base() -> type[Trainer]:
+    from fasttrain.trainer.trainer import Trainer
+
+    return Trainer
+
+
+def _accumulate(sums: Sums, name: str, value: Any, count: Any) -> None:
+    held = sums.setdefault(name, [0.0, 0.0])
+    value = value.detach().double() if isinstance(value, torch.Tensor) and value.device.type != "mps" else value
+    if isinstance(count, torch.Tensor):
+        value = torch.where(count > 0, value, torch.zeros_like(value))  # a mean over nothing is not a number
+        count = count.to(value.device)
+    elif not count:
+        return
+    held[0], held[1] = held[0] + value * count, held[1] + count
+
+
+def _means(sums: dict[str, Pair]) -> dict[str, float]:
+    means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
+    parts = [name for name in means if name.startswith("loss/")]
+    if parts:
+        means["loss"] = sum(means[name] for name in parts)
+    return means

@@ -1,0 +1,171 @@
+"""From data to batches on the device, at a position that survives a restart."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from fasttrain.config.settings import Settings
+from fasttrain.core.batch import map_tensors
+from fasttrain.core.plan import Plan
+from fasttrain.core.task import Fed, Task
+from fasttrain.data import Data
+from fasttrain.data.data import form, num_samples_of
+from fasttrain.data.loader import epoch_batches, given_batches
+from fasttrain.data.order import Order
+from fasttrain.distributed.world import World
+from fasttrain.errors import ConfigError
+from fasttrain.lazy import pytree, torch
+
+
+@dataclass(slots=True)
+class Position:
+    """Where a run stands in its data: the epoch, and the samples (or batches, where data gives those) seen in it."""
+
+    epoch: int = 0
+    seen: int = 0
+
+
+class Feed:
+    """Batches of a run. Says how many steps there are, and tells the task what it knows of each batch."""
+
+    def __init__(self, data: Data, settings: Settings, world: World) -> None:
+        self.data, self.settings, self.world, self.device = data, settings, world, world.device
+        self.position = Position()
+        self.samples = 0
+        self.kind = form(data.train)
+        size = num_samples_of(data.train)
+        if size == 0:
+            raise ConfigError("the training data holds no sample; look at the path or the filter that chose them.")
+        if settings.batch_size < world.size:
+            raise ConfigError(
+                f"batch_size={settings.batch_size} cannot be cut over {world.size} ranks; use {world.size} or more."
+            )
+        self.order = self._order(size) if size is not None else None
+        self.steps_per_epoch = self._steps_per_epoch()
+        self.total_steps = self._total_steps()
+
+    def _order(self, size: int) -> Order:
+        settings = self.settings
+        return Order(
+            size=size,
+            batch_size=settings.batch_size,
+            seed=settings.seed,
+            shuffle=self.data.shuffle,
+            limit=settings.limit_batches,
+        )
+
+    def _steps_per_epoch(self) -> int | None:
+        if self.order is not None:
+            return self.order.steps_per_epoch
+        try:
+            steps = len(self.data.train)
+        except TypeError:
+            return self.settings.limit_batches
+        return steps if self.settings.limit_batches is None else min(steps, self.settings.limit_batches)
+
+    def _total_steps(self) -> int:
+        if self.settings.steps is not None:
+            return self.settings.steps
+        epochs = 1 if self.settings.epochs is None else self.settings.epochs
+        if self.steps_per_epoch is None:
+            raise ConfigError(
+                f"epochs={epochs}: the data does not say how many batches an epoch has; set steps=N instead."
+            )
+        return epochs * self.steps_per_epoch
+
+    @property
+    def epochs_done(self) -> float:
+        """Epochs seen so far, with their fraction."""
+        size = self.order.end if self.order is not None else self.steps_per_epoch
+        return self.position.epoch + (self.position.seen / size if size else 0.0)
+
+    def training(self, task: Task, plan: Plan) -> Iterator[Any]:
+        """Training batches on the device, from the position on, without end. The position counts what was given."""
+        while True:
+            for batch, here, everywhere in self._epoch():
+                batch = self._deliver(batch, here, everywhere, task, plan)
+                self.position.seen += everywhere if self.order is not None else 1
+                self.samples += everywhere
+                over = self._epoch_is_over()
+                if over:
+                    self.position = Position(self.position.epoch + 1, 0)
+                yield batch
+                if over:
+                    break
+            else:
+                self.position = Position(self.position.epoch + 1, 0)
+
+    def _epoch_is_over(self) -> bool:
+        end = self.order.end if self.order is not None else self.steps_per_epoch
+        return end is not None and self.position.seen >= end
+
+    def _epoch(self) -> Iterator[tuple[Any, int, int]]:
+        world, position = self.world, self.position
+        if self.order is not None:
+            return epoch_batches(
+                self.data, self.data.train, self.order, position.epoch, position.seen, world.rank, world.size, True
+            )
+        return self._given(self.data.train, position.seen)
+
+    def _given(self, source: Any, skip: int) -> Iterator[tuple[Any, int, int]]:
+        share = self.settings.batch_size // self.world.size
+        for number, batch in enumerate(given_batches(source, skip), start=skip):
+            held = _leading(batch)
+            here = min(share, held) if _says_its_size(source, number, held) else share
+            yield batch, here, here * self.world.size
+
+    def evaluation(self, task: Task, plan: Plan) -> Iterator[tuple[Any, int]]:
+        """Evaluation batches on the device with the samples in each; every sample once over all ranks."""
+        source, settings, world = self.data.evaluation, self.settings, self.world
+        if form(source) == "batches":
+            for batch in source:
+                yield self._deliver(batch, _leading(batch), 0, task, plan), _leading(batch)
+            return
+        size = num_samples_of(source)
+        assert size is not None
+        order = Order(
+            size=size,
+            batch_size=settings.evaluate.batch_size or settings.batch_size,
+            seed=settings.seed,
+            shuffle=False,
+            limit=settings.limit_batches,
+        )
+        for batch, here, everywhere in epoch_batches(self.data, source, order, 0, 0, world.rank, world.size, False):
+            if here:
+                yield self._deliver(batch, here, everywhere, task, plan), here
+
+    def _deliver(self, batch: Any, here: int, everywhere: int, task: Task, plan: Plan) -> Any:
+        fed = task.fed = Fed(batch, here, everywhere)
+        if batch is None:  # this rank has no sample of a short last step
+            return None
+        if self.device.type != "cpu":
+            if task.count is not None and everywhere:
+                fed.counts = [task.count(microbatch) for microbatch in plan.split(task, batch)]
+            batch = map_tensors(self._to_device, batch)
+        fed.batch = batch = plan.batch(batch)
+        return batch
+
+    def _to_device(self, tensor: Any) -> Any:
+        if self.device.type == "cuda":
+            tensor = tensor.pin_memory()
+        return tensor.to(self.device, non_blocking=True)
+
+
+def _leading(batch: Any) -> int:
+    """Entries along dim 0 of the first tensor of a batch; 1 where there is none."""
+    first = batch
+    while isinstance(first, tuple | list) and first:
+        first = first[0]
+    if not isinstance(first, torch.Tensor):
+        first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    return first.shape[0] if first is not None and first.dim() else 1
+
+
+def _says_its_size(source: Any, number: int, held: int) -> bool:
+    """Whether a batch smaller than its share is known to be the loader's short last one."""
+    size, step = getattr(source, "dataset", None), getattr(source, "batch_size", None)
+    if step is None or not hasattr(size, "__len__"):
+        return False
+    return held == min(step, len(size) - number * step)

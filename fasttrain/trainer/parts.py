@@ -1,0 +1,42 @@
+"""A trainer from a model, data and a loss, without a subclass of one's own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from fasttrain.data import Data
+
+TARGETS = ("label", "labels", "target", "targets")
+OVERRIDES = ("inputs", "count", "metrics")
+
+
+def subclass_from_parts(base: type, model: Any, data: Any, loss: Callable[[Any, Any], Any], settings: dict) -> type:
+    """The subclass of a trainer that holds these parts. Takes the overrides out of `settings`."""
+    from_torch = (getattr(loss, "__module__", "") or "").startswith("torch.")
+    methods: dict[str, Any] = {
+        "build_model": lambda self: model,
+        "build_data": lambda self: data if isinstance(data, Data) else Data(train=data),
+        "loss": lambda self, output, batch: loss(output, _target(batch) if from_torch else batch),
+        "inputs": lambda self, batch: _inputs(batch),
+    }
+    for name in OVERRIDES:
+        if name in settings:
+            methods[name] = _as_method(settings.pop(name))
+    return type(type(model).__name__, (base,), methods)
+
+
+def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda self, *args: function(*args)
+
+
+def _inputs(batch: Any) -> tuple[Any, ...]:
+    if isinstance(batch, dict):
+        return tuple(value for name, value in batch.items() if name not in TARGETS)
+    return (batch[0],) if isinstance(batch, tuple | list) else (batch,)
+
+
+def _target(batch: Any) -> Any:
+    if isinstance(batch, dict):
+        return next(batch[name] for name in TARGETS if name in batch)
+    return batch[1]

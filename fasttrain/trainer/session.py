@@ -1,0 +1,290 @@
+"""What surrounds the steps of one `fit`: the run folder, observers, the clock, stops, evaluation and saving."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import time
+from types import TracebackType
+from typing import TYPE_CHECKING, Any
+
+from fasttrain.checkpoint.folder import prune
+from fasttrain.config.settings import seconds
+from fasttrain.distributed.reductions import add_over_ranks, read_pairs, read_together
+from fasttrain.distributed.stopping import Stopper
+from fasttrain.lazy import torch
+from fasttrain.observe import Observer, RunInfo, StepClock, current_memory, default_observers, peak_memory
+from fasttrain.trainer.run_folder import SUMMARY, choose, environment
+from fasttrain.trainer.state import restore_state, save_state
+
+if TYPE_CHECKING:
+    from fasttrain.trainer.trainer import StepInfo, Trainer
+
+_LOADED_AT = time.perf_counter()
+# Figures of the clock that stand in a logged step, and in the summary.
+SPEED = ("step_time_s", "data_wait_s", "warmup_s")
+TOTALS = ("step_time_s", "data_wait_fraction", "warmup", "apart_s")
+
+
+class Session:
+    """One `fit`. Entering it starts observers and signal handlers; leaving it ends them, on errors too."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer = trainer
+        self.settings = trainer.config
+        self.folder = choose(self.settings, self.default_name(), trainer.world)
+        self.clock = StepClock(trainer.device.type)
+        self.watching = False
+        self.evaluated_at: int | None = None
+        self.saved_at: int | None = None
+        self.metrics: dict[str, float] = {}
+        self.last_loss: float | None = None
+        self.start_step = 0
+        self.began = time.perf_counter()
+        limit = self.settings.max_time
+        self.stopper = Stopper(trainer.world.rank, trainer.world.size, None if limit is None else seconds(limit))
+        self.observers: list[Observer] = []
+        self._by_samples = trainer.task.count is None
+
+    def default_name(self) -> str:
+        """The run's name where none is set: that of the trainer's class."""
+        return type(self.trainer).__name__.lower()
+
+    # ---- beginning and end
+
+    def __enter__(self) -> Session:
+        trainer, folder = self.trainer, self.folder
+        self.observers = [
+            *default_observers(is_main=trainer.world.is_main, run_dir=folder.dir),
+            *trainer.observers,
+        ]
+        if folder.checkpoint is not None:
+            self._take_up()
+        self.start_step = trainer.step
+        self.stopper.start(trainer.step)
+        try:
+            info = self._run_info()
+            for observer in self.observers:
+                observer.started(info)
+        except BaseException:
+            self.stopper.end()
+            raise
+        return self
+
+    def _take_up(self) -> None:
+        assert self.folder.checkpoint is not None
+        plain = restore_state(self.trainer, self.folder.checkpoint.path)
+        self.metrics = plain["metrics"]
+        self.saved_at = self.trainer.step
+        for observer, state in zip(self.observers, plain["observers"], strict=False):
+            if state.get("class") == type(observer).__name__:
+                observer.load_state_dict(state["state"])
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
+        self.stopper.end()
+        if error is None:
+            return
+        summary = self.summary("failed", f"{type(error).__name__}: {error}")
+        for observer in self.observers:
+            with contextlib.suppress(OSError):  # the first error is the one to tell
+                observer.failed(error, summary)
+
+    def _run_info(self) -> RunInfo:
+        trainer = self.trainer
+        return RunInfo(
+            dir=self.folder.dir,
+            name=self.folder.name,
+            id=self.folder.id,
+            config_yaml=trainer.resolved.to_yaml(),
+            explain=explain_text(trainer),
+            environment=environment(),
+            total_steps=trainer.feed.total_steps,
+            steps_per_epoch=trainer.feed.steps_per_epoch,
+            start_step=trainer.step,
+            batch_size=self.settings.batch_size,
+            world_size=trainer.world.size,
+            device=str(trainer.device),
+            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+            unit=trainer.unit,
+            config_hash=trainer.resolved.hash(),
+            torch_version=torch.__version__,
+            request_stop=self.stopper.ask,
+        )
+
+    def finished_before(self) -> dict[str, Any]:
+        """The summary of a run that was done already; nothing is touched."""
+        assert self.folder.dir is not None
+        if self.trainer.world.is_main:
+            sys.stdout.write(f"{self.folder.dir} is done already; nothing to do.\n")
+        return json.loads((self.folder.dir / SUMMARY).read_text())
+
+    def end(self, status: str, reason: str | None = None) -> dict[str, Any]:
+        """Tell the observers that the run ended."""
+        summary = self.summary(status, reason)
+        for observer in self.observers:
+            observer.finished(summary)
+        return summary
+
+    # ---- around each step
+
+    def watch(self, step: int) -> None:
+        """Before a step: whether its figures will be read."""
+        watching = step % self.settings.log.every == 0 or step == self.trainer.feed.total_steps
+        if watching != self.watching:
+            self.watching = watching
+            self.trainer.plan.watch_norm = self.trainer.figures.watching = watching
+
+    def count(self, clock: StepClock) -> None:
+        """After a step: what it took in, over all ranks."""
+        task = self.trainer.task
+        samples = task.fed.global_samples if task.fed is not None else self.settings.batch_size
+        if self._by_samples or task.counted is None:
+            clock.step(samples)
+        else:
+            clock.step(samples, {self.trainer.unit: task.counted})
+
+    def evaluation_is_due(self, step: int) -> bool:
+        """Whether to evaluate after this step: every so many, or after each epoch."""
+        if self.trainer.data.evaluation is None:
+            return False
+        every = self.settings.evaluate.every
+        if every is not None:
+            return step % every == 0
+        steps = self.trainer.feed.steps_per_epoch
+        return steps is not None and self.trainer.feed.position.seen == 0
+
+    def save_is_due(self, step: int) -> bool:
+        """Whether to save after this step."""
+        every = self.settings.checkpoint.every
+        return every is not None and step % every == 0
+
+    # ---- once in a while
+
+    def log(self, info: StepInfo) -> None:
+        """Read the figures of a step from the device, in one go, and tell the observers."""
+        trainer = self.trainer
+        sums, media = trainer.figures.take()
+        if info.loss is not None:
+            sums["loss"] = [info.loss, 1.0]
+        pairs = add_over_ranks(read_pairs(sums), trainer.world.size)
+        logged = {name: total / weight if weight else float("nan") for name, (total, weight) in pairs.items()}
+        figures = self._check()
+        loss = self.last_loss = logged.pop("loss", None)
+        window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
+        rates = [float(group["lr"]) for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+        record = {
+            "step": info.step,
+            "total_steps": trainer.feed.total_steps,
+            "samples": trainer.feed.samples,
+            "epoch": trainer.feed.epochs_done,
+            "loss": loss,
+            "lr": rates[0] if len(set(rates)) == 1 else rates,
+            "grad_norm": figures.pop("grad_norm", None),
+            **window,
+            "memory": current_memory(trainer.device),
+            **figures,
+            **logged,
+            **media,
+        }
+        for observer in self.observers:
+            observer.stepped(record)
+
+    def _check(self) -> dict[str, float]:
+        """Read what strategies report, and let them object."""
+        trainer = self.trainer
+        figures: dict[str, Any] = {}
+        if trainer.plan.watched_norm is not None:
+            figures["grad_norm"], trainer.plan.watched_norm = trainer.plan.watched_norm, None
+        figures |= trainer.plan.report()
+        refused = sum(trainer.plan.refused(optimizer) for optimizer in trainer.optimizers.values())
+        if isinstance(refused, torch.Tensor) or refused:
+            figures["refused_steps"] = refused
+        read = read_together(figures)
+        trainer.plan.logged({"step": trainer.step, **read})
+        return read
+
+    def evaluate(self) -> None:
+        """Evaluate now, and tell the observers."""
+        trainer = self.trainer
+        began = time.perf_counter()
+        with self.clock.paused("evaluation"):
+            self.metrics = trainer.evaluate()
+        self.evaluated_at = trainer.step
+        record = {
+            "step": trainer.step,
+            "epoch": trainer.feed.epochs_done,
+            "metrics": self.metrics,
+            "seconds": time.perf_counter() - began,
+        }
+        for observer in self.observers:
+            observer.evaluated(record)
+
+    def evaluate_at_end(self) -> None:
+        """Evaluate the final weights, unless that was just done."""
+        if self.trainer.data.evaluation is not None and self.evaluated_at != self.trainer.step:
+            self.evaluate()
+
+    def save(self) -> None:
+        """Save everything, unless this step is saved already; then drop older checkpoints."""
+        trainer, folder = self.trainer, self.folder.dir
+        if folder is None or self.saved_at == trainer.step:
+            return
+        self._check()
+        path = folder / "checkpoints" / f"step-{trainer.step}"
+        began = time.perf_counter()
+        with self.clock.paused("saving"):
+            written = save_state(
+                trainer,
+                path,
+                {
+                    "metrics": self.metrics,
+                    "observers": [{"class": type(o).__name__, "state": o.state_dict()} for o in self.observers],
+                    "config": trainer.resolved.to_yaml(),
+                },
+            )
+        self.saved_at = trainer.step
+        if not trainer.world.is_main:
+            return
+        prune(folder, self.settings.checkpoint.keep)
+        record = {"step": trainer.step, "path": str(path), "bytes": written, "seconds": time.perf_counter() - began}
+        for observer in self.observers:
+            observer.saved(record)
+
+    # ---- what remains
+
+    def summary(self, status: str, reason: str | None = None) -> dict[str, Any]:
+        """What `summary.json` holds."""
+        trainer = self.trainer
+        refused = sum(float(trainer.plan.refused(optimizer)) for optimizer in trainer.optimizers.values())
+        return {
+            "status": status,
+            "reason": reason,
+            "name": self.folder.name,
+            "id": self.folder.id,
+            "dir": None if self.folder.dir is None else str(self.folder.dir),
+            "steps": trainer.step,
+            "total_steps": trainer.feed.total_steps,
+            "refused_steps": int(refused),
+            "epochs": trainer.feed.epochs_done,
+            "samples": trainer.feed.samples,
+            "final_loss": self.last_loss,
+            "metrics": self.metrics,
+            "wall_s": time.perf_counter() - self.began,
+            "startup_s": self.began - _LOADED_AT,
+            "compile_s": 0.0,
+            **{k: v for k, v in self.clock.totals().items() if k in TOTALS or k.endswith("_per_s")},
+            "peak_memory_bytes": peak_memory(trainer.device),
+            "world_size": trainer.world.size,
+            "device": str(trainer.device),
+            "torch": torch.__version__,
+            "config_hash": trainer.resolved.hash(),
+        }
+
+
+def explain_text(trainer: Trainer) -> str:
+    """Who acts on which line of the step, as text."""
+    lines = [f"{verb:17s} {', '.join(acting) or '-'}" for verb, acting in trainer.plan.explain()]
+    return "\n".join(lines) + "\n"
+
+

@@ -1,0 +1,176 @@
+"""All state of a run, as tensors and plain values."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
+from fasttrain.data.seeds import mix
+from fasttrain.errors import CheckpointError
+from fasttrain.lazy import np, torch
+from fasttrain.trainer.feed import Position
+from fasttrain.trainer.setup import seed_everything
+
+if TYPE_CHECKING:
+    from fasttrain.trainer.trainer import Trainer
+
+
+def model_tensors(model: Any) -> dict[str, Any]:
+    """Weights and buffers by name; a parameter with two names stands once.
+
+    Raises:
+        CheckpointError: a module keeps an extra state that is no tensor.
+    """
+    seen: dict[int, str] = {}
+    tensors = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        if not isinstance(value, torch.Tensor):
+            raise CheckpointError(
+                f"{name} is a {type(value).__name__}, and checkpoints hold tensors and JSON alone; keep it as a buffer."
+            )
+        if id(value) not in seen:
+            seen[id(value)] = name
+            tensors[name] = value.detach()
+    return tensors
+
+
+def _optimizer_states(trainer: Trainer) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
+    """Each trained parameter of each optimizer: prefix, parameter, its group, its state."""
+    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    for part, optimizer in trainer.optimizers.items():
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                yield f"optimizer.{part}.{names[id(parameter)]}", parameter, group, optimizer.state[parameter]
+
+
+def _optimizer_tensors(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors: dict[str, Any] = {}
+    plain: dict[str, Any] = {}
+    for prefix, _, _, state in _optimizer_states(trainer):
+        for key, value in state.items():
+            (tensors if isinstance(value, torch.Tensor) else plain)[f"{prefix}.{key}"] = value
+    return tensors, plain
+
+
+def rng_tensors(rank: int, device: Any) -> dict[str, Any]:
+    """States of the random generators of this rank: torch's on host and device, numpy's and Python's."""
+    numpy_state, python_state = np.random.get_state(), random.getstate()
+    states = {
+        "torch": torch.get_rng_state(),
+        "numpy": torch.from_numpy(np.asarray(numpy_state[1]).astype("int64")),
+        "numpy_position": torch.tensor([numpy_state[2], numpy_state[3]]),
+        "numpy_gauss": torch.tensor([numpy_state[4]], dtype=torch.float64),
+        "python": torch.tensor(python_state[1]),
+        "python_gauss": torch.tensor([float("nan") if python_state[2] is None else python_state[2]], dtype=torch.float64),
+    }
+    if device.type != "cpu":
+        states[device.type] = getattr(torch, device.type).get_rng_state()
+    return {f"rng.{rank}.{name}": state for name, state in states.items()}
+
+
+def set_rng(states: Mapping[str, Any], rank: int, device: Any) -> None:
+    """Put the generators of this rank back."""
+    own = {name.removeprefix(f"rng.{rank}."): state for name, state in states.items()}
+    torch.set_rng_state(own["torch"])
+    position, has_gauss = own["numpy_position"].tolist()
+    keys = own["numpy"].numpy().astype("uint32")
+    np.random.set_state(("MT19937", keys, position, has_gauss, float(own["numpy_gauss"])))
+    gauss = float(own["python_gauss"])
+    random.setstate((3, tuple(own["python"].tolist()), None if math.isnan(gauss) else gauss))
+    if device.type in own:
+        getattr(torch, device.type).set_rng_state(own[device.type])
+
+
+def save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
+    """Save everything a run is made of; every rank calls it. Returns the bytes written."""
+    optimizer_tensors, optimizer_plain = _optimizer_tensors(trainer)
+    strategy_tensors, strategy_plain = _strategy_state(trainer)
+    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
+    tensors |= optimizer_tensors | strategy_tensors | rng_tensors(trainer.world.rank, trainer.device)
+    position = trainer.feed.position
+    refused = {part: float(trainer.plan.refused(optimizer)) for part, optimizer in trainer.optimizers.items()}
+    return save(
+        path,
+        tensors,
+        {
+            "step": trainer.step,
+            "samples": trainer.feed.samples,
+            "position": {"epoch": position.epoch, "seen": position.seen},
+            "refused": refused,
+            "optimizer": optimizer_plain,
+            "strategies": strategy_plain,
+            "world_size": trainer.world.size,
+            "torch": torch.__version__,
+            **plain,
+        },
+    )
+
+
+def _strategy_state(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
+    tensors: dict[str, Any] = {}
+    plain: dict[str, dict[str, Any]] = {}
+    for slot, state in trainer.plan.state_dict().items():
+        for key, value in state.items():
+            if isinstance(value, torch.Tensor):
+                tensors[f"strategy.{slot}.{key}"] = value
+            else:
+                plain.setdefault(slot, {})[key] = value
+    return tensors, plain
+
+
+def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
+    """Take up the state of a checkpoint; every rank calls it. Returns its plain part.
+
+    Raises:
+        CheckpointError: it is damaged, or of another model.
+    """
+    plain, held = load_plain(path), stored_tensors(path)
+    by_owner: dict[str, list[str]] = {}
+    for name in [*held, *plain["optimizer"]]:
+        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    into = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
+    for prefix, parameter, group, state in _optimizer_states(trainer):
+        for name in by_owner.get(prefix, []):
+            key = name.rpartition(".")[2]
+            if name in held:
+                into[name] = state[key] = _room(key, parameter, group, *held[name])
+            else:
+                state[key] = plain["optimizer"][name]
+    strategies = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith("strategy.")}
+    rank = trainer.world.rank
+    rng = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith(f"rng.{rank}.")}
+    load_tensors(path, into | strategies | rng)
+    _give_strategies(trainer, strategies, plain["strategies"])
+    trainer.step = plain["step"]
+    trainer.feed.samples = plain["samples"]
+    trainer.feed.position = Position(**plain["position"])
+    for part, optimizer in trainer.optimizers.items():
+        if plain["refused"].get(part):
+            trainer.plan.set_refused(optimizer, int(plain["refused"][part]))
+    trainer.plan.started_with(trainer.model, trainer.optimizers.values(), trainer.step)
+    if rng:
+        set_rng(rng, rank, trainer.device)
+    else:  # saved by fewer ranks
+        seed_everything(mix(trainer.seed, "resumed", trainer.step, rank))
+    return plain
+
+
+def _room(key: str, parameter: Any, group: Mapping[str, Any], shape: Any, dtype: Any) -> Any:
+    """Room for a tensor of an optimizer's state, laid out and placed as the optimizer itself would."""
+    if shape == parameter.shape and parameter.dim() > 0:
+        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+    # torch counts steps on the host unless the kernel itself reads them.
+    on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+
+
+def _give_strategies(trainer: Trainer, tensors: Mapping[str, Any], plain: Mapping[str, Any]) -> None:
+    states: dict[str, dict[str, Any]] = {slot: dict(values) for slot, values in plain.items()}
+    for name, tensor in tensors.items():
+        _, slot, key = name.split(".", 2)
+        states.setdefault(slot, {})[key] = tensor.to(trainer.device)
+    trainer.plan.load_state_dict(states)
