@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from fasttrain.errors import ConfigError
+from fasttrain.errors import ConfigError, ConfigErrors, Problem
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -14,6 +15,9 @@ class Log:
     """When figures are read from the device and written."""
 
     every: int = 10
+
+    def __post_init__(self) -> None:
+        _refuse(_below_one(self, "every"))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,6 +27,9 @@ class Evaluate:
     every: int | None = None
     batch_size: int | None = None
 
+    def __post_init__(self) -> None:
+        _refuse(_below_one(self, "every", "batch_size"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Checkpoint:
@@ -31,12 +38,18 @@ class Checkpoint:
     every: int | None = None
     keep: int | None = 2
 
+    def __post_init__(self) -> None:
+        _refuse(_below_one(self, "every", "keep"))
+
 
 @dataclass(frozen=True, kw_only=True)
 class Run:
-    """Where the run folder is: `dir/name/id`. Without an id, one is made from the time."""
+    """Where the run folder is: `dir/name/id`. Without an id, one is made from the time.
 
-    dir: str = "runs"
+    `dir=null`: nothing is written.
+    """
+
+    dir: str | None = "runs"
     name: str | None = None
     id: str | None = None
 
@@ -66,17 +79,35 @@ class Settings:
     plugins: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        for name in ("batch_size", "steps", "epochs", "limit_batches"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.")
-        for name, value in (("log.every", self.log.every), ("evaluate.every", self.evaluate.every)):
-            if value is not None and value < 1:
-                raise ConfigError(f"{name}={value} must be at least 1.")
+        mistakes = _below_one(self, "batch_size", "steps", "epochs", "limit_batches")
         if self.steps is not None and self.epochs is not None:
-            raise ConfigError(f"steps={self.steps} and epochs={self.epochs} are both given; give one of them.")
-        if self.max_time is not None:
-            seconds(self.max_time)
+            mistakes["epochs"] = f"steps={self.steps} and epochs={self.epochs} are both given; give one of them"
+        if self.max_time is not None and _seconds(self.max_time) is None:
+            mistakes["max_time"] = f"max_time={self.max_time} is no duration; {_DURATIONS}"
+        if self.resume is not None and self.resume.lower() in _NO_PATHS:
+            mistakes["resume"] = f"resume={self.resume} is no run; write null, auto, or the path of a run"
+        _refuse(mistakes)
+
+
+# Words that mean yes or no everywhere else, and would here be taken for the path of a run.
+_NO_PATHS = frozenset({"true", "false", "yes", "no", "on", "off", "none", ""})
+_DURATIONS = "write seconds, or for example 15m, 1h30m or 2d"
+
+
+def _below_one(settings: Any, *names: str) -> dict[str, str]:
+    values = {name: getattr(settings, name) for name in names}
+    return {
+        name: f"{name}={value} must be at least 1" for name, value in values.items() if value is not None and value < 1
+    }
+
+
+def _refuse(mistakes: Mapping[str, str]) -> None:
+    problems = [
+        Problem(key=key, message=text.partition("; ")[0], suggestion=text.partition("; ")[2])
+        for key, text in mistakes.items()
+    ]
+    if problems:
+        raise ConfigErrors(problems)
 
 
 def seconds(text: str) -> float:
@@ -88,8 +119,15 @@ def seconds(text: str) -> float:
     Raises:
         ConfigError: the text is no duration.
     """
+    found = _seconds(text)
+    if found is None:
+        raise ConfigError(f"'{text}' is no duration; {_DURATIONS}.")
+    return found
+
+
+def _seconds(text: str) -> float | None:
     match = re.fullmatch(r"(?:(\d+)d)?(?:(\d+)h)?(?:(\d+)m)?(?:(\d+(?:\.\d+)?)s?)?", text.strip())
     if not text.strip() or match is None:
-        raise ConfigError(f"'{text}' is no duration; write seconds, or for example 15m, 1h30m or 2d.")
+        return None
     days, hours, minutes, rest = (float(part) if part else 0.0 for part in match.groups())
     return days * 86400 + hours * 3600 + minutes * 60 + rest
