@@ -23,8 +23,8 @@ def default_observers(*, is_main: bool, run_dir: Path | None, stream: TextIO | N
     """
     if not is_main:
         return []
-    stream = sys.stdout if stream is None else stream
-    progress: Observer = TerminalProgress(stream) if is_terminal(stream) else PlainProgress(stream)
+    out = sys.stdout if stream is None else stream
+    progress: Observer = TerminalProgress(out) if is_terminal(out) else PlainProgress(out)
     return [progress] if run_dir is None else [SummaryFile(), MetricsFile(), TensorBoard(), progress]
 
 

@@ -50,10 +50,8 @@ class StepClock:
         self._now = now
         self._events = new_event is not None or (device_type == "cuda" and synchronize is None)
         self._new_event = new_event or _cuda_event
-        self._synchronize = synchronize
-        if synchronize is None and device_type != "cpu" and not self._events:
-            self._synchronize = torch.accelerator.synchronize
-        self._whole_windows = self._synchronize is not None and not self._events
+        self._whole_windows = not self._events and (synchronize is not None or device_type != "cpu")
+        self._synchronize: Callable[[], Any] = synchronize or _wait_for_accelerator
 
         self._samples: float = 0
         self._counts: Sums = {}
@@ -290,6 +288,10 @@ class _Paused:
 
     def __exit__(self, *error: object) -> None:
         self.clock.resume()
+
+
+def _wait_for_accelerator() -> None:
+    torch.accelerator.synchronize()
 
 
 def _cuda_event() -> Any:

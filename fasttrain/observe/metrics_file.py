@@ -60,15 +60,16 @@ class MetricsFile(Observer):
         self._close()
 
     def _add(self, record: dict[str, Any]) -> None:
-        if self._file is None:
+        file = self._file
+        if file is None:
             return
         line = (json_line(record) + "\n").encode()
 
         def write() -> None:
             # A disk that filled up half way through a line leaves a piece of it: the next line starts where the last
             # whole one ended.
-            self._file.truncate(self._end)
-            if self._file.write(line) != len(line):
+            file.truncate(self._end)
+            if file.write(line) != len(line):
                 raise OSError(28, "no space for a whole line")
             self._end += len(line)
 

@@ -13,6 +13,7 @@ from fasttrain.observe.observer import LoggedHistogram, LoggedImage, Observer, R
 
 # What a record holds besides figures of training: its axis, and what has its own group of curves.
 _AXIS = ("step", "total_steps", "samples", "measured")
+EVENTS = "events.out.tfevents.*"
 _SPEED = ("step_time_s", "data_wait_s", "warmup_s")
 
 
@@ -35,8 +36,8 @@ class TensorBoard(Observer):
     """Writes event files into the run folder: `tensorboard --logdir runs` shows all runs side by side.
 
     The axis is the optimizer step, for training and evaluation alike. Scalars: `train/...`, `speed/...`, `memory/...`,
-    `evaluation/<metric>`, and whatever was logged; images and histograms; the config as text. After a resume at step S
-    what an earlier process wrote beyond S is purged, so no step occurs twice.
+    `evaluation/<metric>`, and whatever was logged; images and histograms; the config of each start as text. After a
+    resume at step S what an earlier process wrote beyond S is purged, so no step occurs twice.
     """
 
     def __init__(self) -> None:
@@ -51,14 +52,16 @@ class TensorBoard(Observer):
         from torch.utils.tensorboard import SummaryWriter
 
         begin = run.start_step + 1 if run.start_step else 0
+        starts = len(list(run.dir.glob(EVENTS)))
         wait_for_a_later_name(run.dir)
         try:
             self._writer = SummaryWriter(str(run.dir), purge_step=begin, flush_secs=5)
         except OSError as error:
             raise unwritable(run.dir, error) from error
         self._write = Forgiving(run.dir)
-        self._writer.add_text("config", _code(run.config_yaml), begin)
-        self._writer.add_text("explain", _code(run.explain), begin)
+        # TensorBoard purges no text: it is numbered by the starts of the run, so that no number occurs twice.
+        self._writer.add_text("config", _code(run.config_yaml), starts)
+        self._writer.add_text("explain", _code(run.explain), starts)
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """Write the figures of a log point as one event."""
@@ -97,7 +100,7 @@ class TensorBoard(Observer):
 
     def _scalars(self, scalars: dict[str, float], step: int) -> None:
         if scalars:
-            from tensorboard.compat.proto.summary_pb2 import Summary
+            from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[reportAttributeAccessIssue]
 
             # One event for all figures of a step: a tenth of the time of an `add_scalar` each.
             values = [Summary.Value(tag=tag, simple_value=value) for tag, value in scalars.items()]
@@ -133,7 +136,7 @@ def wait_for_a_later_name(folder: Path) -> None:
     TensorBoard reads event files by name, and the name begins with the second. Two processes within one second are put
     in the order of their pids, as text: the purge of the second could then come first, and purge nothing.
     """
-    newest = max((_second(path) for path in folder.glob("events.out.tfevents.*")), default=0)
+    newest = max((_second(path) for path in folder.glob(EVENTS)), default=0)
     while newest - 2 < (now := time.time()) < newest + 1:
         time.sleep(newest + 1 - now)
 

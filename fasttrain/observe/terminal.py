@@ -66,6 +66,7 @@ class TerminalProgress(Observer):
 
     def _event(self, text_of: Callable[..., Text], record: Mapping[str, Any]) -> None:
         def show() -> None:
+            assert self._run is not None
             width = self._width(self._console)
             self._console.print(text_of(record, self._run.total_steps, width))
 
@@ -89,7 +90,7 @@ class TerminalProgress(Observer):
         self._live = None
 
     def _draw(self, width: int) -> list[Text]:
-        if self._record is None:
+        if self._record is None or self._run is None:
             return self._screen.waiting_lines("first steps under way", width)
         return self._screen.progress_lines(
             self._record, self._seconds_left, self._run.unit, width, self._widths, self._console.options.ascii_only
