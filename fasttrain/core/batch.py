@@ -70,10 +70,16 @@ def cut(batch: Any, n: int, expected: int | None = None) -> list[Any]:
     is_cut = [_samples(leaf) is not None for leaf in leaves]
     return [
         pytree.tree_unflatten(
-            [leaf[low:high] if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)], spec
+            [_piece(leaf, low, high) if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)], spec
         )
         for low, high in zip(bounds[:-1], bounds[1:], strict=True)
     ]
+
+
+def _piece(leaf: Any, low: int, high: int) -> Any:
+    if isinstance(leaf, torch.Tensor) and leaf.is_nested and low < high:  # slicing jagged tensors is not to be had
+        return torch.nested.as_nested_tensor(list(leaf.unbind()[low:high]), layout=leaf.layout)
+    return leaf[low:high]
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -114,7 +114,6 @@ class Schedule(Strategy):
 
     def __init__(self, config: Any = None, context: Context | None = None) -> None:
         super().__init__(config, context)
-        self._base: dict[int, list[float]] = {}
         self._table: Any = None
 
     def factor(self, step: int, total: int) -> float:
@@ -132,23 +131,23 @@ class Schedule(Strategy):
         return total
 
     def started(self, model: Any, optimizer: Any, step: Any) -> None:
-        """Remember the optimizer's own rates, and set the first."""
-        self._base[id(optimizer)] = [float(group["lr"]) for group in optimizer.param_groups]
+        """Remember the optimizer's own rates (`initial_lr`, torch's own name for them), and set the first."""
+        for group in optimizer.param_groups:
+            group.setdefault("initial_lr", float(group["lr"]))
         self.updated(model, optimizer, step)
 
     def updated(self, model: Any, optimizer: Any, step: Any) -> None:
         """Set the rate of the coming step."""
-        base = self._base[id(optimizer)]
         if isinstance(step, torch.Tensor):
             factor = self._look_up(step)
-            for group, rate in zip(optimizer.param_groups, base, strict=True):
+            for group in optimizer.param_groups:
                 if not isinstance(group["lr"], torch.Tensor):
                     group["lr"] = torch.zeros((), dtype=factor.dtype, device=factor.device)
-                torch.mul(factor, rate, out=group["lr"])
+                torch.mul(factor, group["initial_lr"], out=group["lr"])
             return
         factor = self.factor(step, self.total)
-        for group, rate in zip(optimizer.param_groups, base, strict=True):
-            group["lr"] = rate * factor
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * factor
 
     def _look_up(self, step: Any) -> Any:
         """The factor at a step that only the device knows."""

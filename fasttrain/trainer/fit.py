@@ -32,11 +32,11 @@ def fit(trainer: Trainer) -> dict[str, Any]:
             info = trainer.train_step(batch)
             session.count(clock)
             step = trainer.step
-            reason = session.stopper.boundary(step) if step < total else None
             if session.watching:
                 session.log(info)
             if session.evaluation_is_due(step):
                 session.evaluate()
+            reason = session.stopper.boundary(step) if step < total else None
             if session.save_is_due(step) or reason is not None:
                 session.save()
             if reason is not None:

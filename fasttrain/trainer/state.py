@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -65,7 +64,7 @@ def rng_tensors(rank: int, device: Any) -> dict[str, Any]:
         "numpy_position": torch.tensor([numpy_state[2], numpy_state[3]]),
         "numpy_gauss": torch.tensor([numpy_state[4]], dtype=torch.float64),
         "python": torch.tensor(python_state[1]),
-        "python_gauss": torch.tensor([float("nan") if python_state[2] is None else python_state[2]], dtype=torch.float64),
+        "python_gauss": torch.tensor([] if python_state[2] is None else [python_state[2]], dtype=torch.float64),
     }
     if device.type != "cpu":
         states[device.type] = getattr(torch, device.type).get_rng_state()
@@ -79,8 +78,7 @@ def set_rng(states: Mapping[str, Any], rank: int, device: Any) -> None:
     position, has_gauss = own["numpy_position"].tolist()
     keys = own["numpy"].numpy().astype("uint32")
     np.random.set_state(("MT19937", keys, position, has_gauss, float(own["numpy_gauss"])))
-    gauss = float(own["python_gauss"])
-    random.setstate((3, tuple(own["python"].tolist()), None if math.isnan(gauss) else gauss))
+    random.setstate((3, tuple(own["python"].tolist()), next(iter(own["python_gauss"].tolist()), None)))
     if device.type in own:
         getattr(torch, device.type).set_rng_state(own[device.type])
 
