@@ -86,7 +86,9 @@ class PlainProgress(Observer):
 
     def _end(self, status: str, summary: Mapping[str, Any], more: str) -> None:
         parts = [f"step {summary.get('steps', text.UNKNOWN)}", f"loss {text.figure(summary.get('final_loss'))}"]
-        parts += [f"{name} {text.figure(value)}" for name, value in (summary.get("metrics") or {}).items()]
+        metrics = [f"{name} {text.figure(value)}" for name, value in (summary.get("metrics") or {}).items()]
+        if metrics:
+            parts.append("evaluation " + " ".join(metrics))
         parts += [text.speed(summary, self._unit), f"in {text.span(summary.get('wall_s'))}"]
         # Metrics stand in the summary already; a save that no line told of yet is told here.
         parts += [note for note in self._notes if note.startswith("| saved")]

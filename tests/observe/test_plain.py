@@ -55,7 +55,7 @@ def test_progress_1_a_file_holds_a_line_a_log_point_and_a_start_and_an_end(tmp_p
     assert len(lines) == 12
     assert lines[0].startswith("start digits/one: 11.2 M parameters on cpu, 1 rank, batch 8, 100 steps")
     assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/100" for step in range(10, 101, 10)]
-    assert lines[-1].startswith("end done: step 100  loss 0.0100  accuracy 0.7500")
+    assert lines[-1].startswith("end done: step 100  loss 0.0100  evaluation accuracy 0.7500  ")
 
 
 def test_progress_3_a_pipe_has_each_line_at_once_with_step_total_loss_and_time_left() -> None:
