@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 
 from fasttrain.config import kinds
 from fasttrain.config.dump import plain
-from fasttrain.config.kinds import MANDATORY, NO_DEFAULT, unwrapped, words
+from fasttrain.config.kinds import NO_DEFAULT, unwrapped, words
 from fasttrain.config.merge import merged_node
 from fasttrain.config.nodes import (
     List,
@@ -24,7 +24,7 @@ from fasttrain.config.nodes import (
     is_null,
 )
 from fasttrain.config.scalars import BAD, Path, Scalars, key_of
-from fasttrain.config.text import NONE, to_plain
+from fasttrain.config.text import MANDATORY, NONE, to_plain
 from fasttrain.errors import ConfigError, ConfigErrors, Problem
 
 # Taking the word for null would guess, and taking it for text is hardly ever meant.
@@ -55,7 +55,7 @@ class Converter(Scalars):
         kind = unwrapped(kind)
         if is_interpolation(node):
             return self.reference(node, kind, path)  # pyright: ignore[reportArgumentType]
-        if isinstance(node, Scalar) and node.text == MANDATORY and not node.final:
+        if isinstance(node, Scalar) and node.text == MANDATORY and not node.quoted:
             return self.missing(kind, path)
         if kinds.is_union(kind):
             return self.union(node, kind, path, default)

@@ -16,7 +16,7 @@ from typing import Any
 
 import yaml
 
-from fasttrain.config.text import NONE, to_bool, to_plain
+from fasttrain.config.text import MANDATORY, NONE, to_bool, to_plain
 
 # Settings that name and report a run and do not change what is trained.
 _UNHASHED = ("run", "resume", "log")
@@ -75,7 +75,8 @@ def _text(dumper: _Dumper, value: str) -> yaml.Node:
     value = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
     is_other = not isinstance(to_plain(value), str) or to_bool(value) is not None or value == NONE
     is_number_like = value[:1].isdigit() or value[:1] in set("+-.")
-    style = "'" if is_other or (is_number_like and "\n" not in value and value.isprintable()) else None
+    # In single quotes PyYAML folds the rarer line breaks into blanks; double quotes escape them.
+    style = '"' if not value.isprintable() else "'" if is_other or is_number_like or value == MANDATORY else None
     return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
 
 
@@ -106,5 +107,12 @@ def digest(data: Mapping[str, Any]) -> str:
         for key, value in data.items()
         if key not in _UNHASHED and (value is not None or key == "data_parallel")
     }
-    text = json.dumps(kept, sort_keys=True, default=str)
+    text = json.dumps(_with_text_keys(kept), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
+
+
+def _with_text_keys(value: Any) -> Any:
+    """Keys of several types cannot be sorted; and 1 and "1" must stay two keys."""
+    if isinstance(value, dict):
+        return {json.dumps(key): _with_text_keys(item) for key, item in value.items()}
+    return [_with_text_keys(item) for item in value] if isinstance(value, list) else value

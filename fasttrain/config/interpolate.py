@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from fasttrain.config.kinds import MANDATORY
 from fasttrain.config.nodes import List, Map, Node, Scalar, Value, from_python, is_interpolation, is_null
 from fasttrain.config.scalars import BAD, Path, key_of
+from fasttrain.config.text import MANDATORY
 from fasttrain.errors import Problem, did_you_mean
 
 

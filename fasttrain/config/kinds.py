@@ -13,11 +13,10 @@ from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path, PurePath
 from typing import Annotated, Any, Final, Literal, Union, get_args, get_origin
 
+from fasttrain.config.text import MANDATORY
 from fasttrain.errors import ConfigError
 
 LISTS = (list, tuple, set, frozenset, Sequence, AbstractSet)
-# What OmegaConf calls a field that must be given.
-MANDATORY = "???"
 NO_DEFAULT = MISSING
 
 

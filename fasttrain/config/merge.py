@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import is_dataclass
 from pathlib import Path
 
-from fasttrain.config.nodes import PYTHON, Entry, List, Map, Node, Place, Scalar, Value, is_null
+from fasttrain.config.nodes import PYTHON, Entry, List, Map, Node, Place, Scalar, Value, from_dataclass, is_null
 from fasttrain.config.reader import read_file
 from fasttrain.config.text import FALSE
 from fasttrain.core.slots import SLOTS
@@ -103,6 +104,8 @@ def merged_node(low: Node, high: Node, problems: list[Problem], key: str = "") -
     """One node put on another: mappings merge, items are set by index, everything else replaces."""
     if isinstance(low, List) and isinstance(high, Map) and high.indexed:
         return _patched(low, high, problems, key)
+    if isinstance(low, Value) and isinstance(high, Map) and is_dataclass(low.value) and not isinstance(low.value, type):
+        low = from_dataclass(low.value, high.place)
     if not (isinstance(low, Map) and isinstance(high, Map)):
         return high
     entries = dict(low.entries)

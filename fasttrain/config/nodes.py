@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
 
-from fasttrain.config.text import NULLS
+from fasttrain.config.text import MANDATORY, NULLS
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,8 @@ def shortened(text: str, length: int = 60) -> str:
 def from_python(value: Any, place: Place = PYTHON, final: bool = False) -> Node:
     """A Python value as a node. Text keeps being text: `"no"` is never False. OmegaConf's containers are opened."""
     if isinstance(value, str) and not isinstance(value, enum.Enum):
-        return Scalar(str(value), place, quoted=True, final=final)
+        # OmegaConf's word for what must be given is no text; in YAML, quotes make it one.
+        return Scalar(str(value), place, quoted=final or value != MANDATORY, final=final)
     if _is_omegaconf(value):
         value = _opened(value)
     if isinstance(value, Mapping):

@@ -86,7 +86,7 @@ def _fault(error: yaml.YAMLError, text: str, file: str, place: Place | None) -> 
     message, suggestion = f"this is no YAML: {what}", "check brackets, quotes and indentation near here"
     if "\\t" in what:
         message, suggestion = "a tab stands where only blanks may", "indent with blanks"
-    elif "single document" in what:
+    elif "another document" in what:
         message, suggestion = "the file holds several documents", "keep one, without '---' in between"
     elif "could not find expected ':'" in what:
         message, suggestion = "a key without ': ' stands near here", "write 'key: value', with a blank after the colon"

@@ -284,9 +284,8 @@ class _Resolution:
                 )
 
     def sort(self) -> None:
-        """Problems by file and line; those of the command line, and what is missing, last."""
-        order: dict[str, int] = {}
+        """Problems by line, those of the main file first; those of the command line, and what is missing, last."""
+        order = {self.main: 0}
         for problem in self.problems:
-            order.setdefault(problem.file if problem.line is not None else "~", len(order))
-        order["~"] = len(order)
-        self.problems.sort(key=lambda p: (order[p.file if p.line is not None else "~"], p.line or 0))
+            order.setdefault(problem.file, len(order))
+        self.problems.sort(key=lambda p: (p.line is None, order[p.file], p.line or 0))

@@ -6,6 +6,8 @@ import re
 from decimal import Decimal, InvalidOperation
 from typing import Any
 
+# What OmegaConf calls a value that must be given.
+MANDATORY = "???"
 NULLS = frozenset({"", "~", "null", "Null", "NULL"})
 TRUE = frozenset({"true", "yes", "on", "1"})
 FALSE = frozenset({"false", "no", "off", "0"})
