@@ -40,7 +40,7 @@ class Model:
     heads: int = 2
     feedforward: int = 512
     dropout: float = 0.0
-    initial_std: float = 0.02
+    initial_std: float = 0.08
 
 
 class Bert(Trainer):

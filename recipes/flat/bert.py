@@ -27,16 +27,16 @@ HELD_OUT_MASKS = 0  # the seed of the masks that every run is evaluated on
 class Config:
     """The settings of `configs/bert_docstrings.yaml`. `steps` is the whole schedule, however many of them are run."""
 
-    data: TextConfig = field(default_factory=TextConfig)
+    data: TextConfig = field(default_factory=lambda: TextConfig(vocabulary=4096))
     width: int = 128
     layers: int = 2
     heads: int = 2
     feedforward: int = 512
     dropout: float = 0.0
-    initial_std: float = 0.02
+    initial_std: float = 0.08
     seed: int = 0
-    batch_size: int = 32
-    steps: int = 2000
+    batch_size: int = 16
+    steps: int = 2400
     lr: float = 1e-3
     weight_decay: float = 0.01
     betas: tuple[float, float] = (0.9, 0.98)

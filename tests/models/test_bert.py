@@ -364,7 +364,7 @@ def test_a_masked_word_model_of_hugging_face_gives_the_scores_of_the_formulas(tm
     tokens, mask, types = sample()
     _, _, scores = reference(weights, tokens.numpy(), mask.numpy(), types.numpy(), prefix=prefix)
     assert np.abs(scores).max() > 1
-    assert largest_difference(model(tokens, mask, types), scores, mask) < 1e-6
+    assert largest_difference(model(tokens, mask, types), scores, mask) < 1e-12
 
 
 @pytest.mark.parametrize("prefix", ["bert.", ""])
@@ -375,8 +375,8 @@ def test_an_encoder_of_hugging_face_gives_the_states_of_the_formulas(tmp_path, p
     tokens, mask, types = sample()
     hidden, pooled, _ = reference(weights, tokens.numpy(), mask.numpy(), types.numpy(), prefix=prefix)
     ours = model(tokens, mask, types)
-    assert largest_difference(ours, hidden, mask) < 1e-6
-    assert largest_difference(model.pooler(ours), pooled) < 1e-6
+    assert largest_difference(ours, hidden, mask) < 1e-12
+    assert largest_difference(model.pooler(ours), pooled) < 1e-12
 
 
 def test_every_weight_of_the_file_arrives_and_ties_stay(tmp_path):
