@@ -44,6 +44,7 @@ from tests.config_fakes import (  # noqa: F401
             "optimizer=sgd has no key 'eps'",
             "belongs to optimizer=adamw",
         ),
+        ("fp16: true", "fp16", "there is no such setting or slot", "write precision=fp16"),
         ("adapters: lora", "adapters", "adapters has no strategy 'lora'", "no strategy yet"),
         ("weight_averaging: swa", "weight_averaging.begin", "must be given: an integer", "weight_averaging.begin=8"),
     ],
@@ -239,3 +240,23 @@ def test_wrong_keywords_are_told_at_once_with_suggestions():
 def test_a_reference_beside_a_list_counts_the_levels_of_omegaconf():
     layers = read('net: {dim: 3, layers: [{width: "${...dim}"}, {width: "${..0.width}"}]}\n').settings.net.layers
     assert [layer.width for layer in layers] == [3, 3]
+
+
+def test_references_along_a_chain_have_the_types_of_the_fields_they_pass(monkeypatch):
+    monkeypatch.setenv("FASTTRAIN_STEPS", "1e3")
+    monkeypatch.setenv("FASTTRAIN_NOTE", "${seed} 1e3")
+    resolved = read(
+        """
+        extra: {a: "${model.b}", t: "${table.1}"}
+        model: {b: "${steps}", c: "${note}"}
+        steps: ${oc.env:FASTTRAIN_STEPS}
+        note: ${oc.env:FASTTRAIN_NOTE}
+        table: {1: "${steps}"}
+        """
+    )
+    assert resolved.settings.extra == {"a": 1000, "t": 1000.0}
+    assert resolved.settings.model == {"b": 1000, "c": "${seed} 1e3"}
+    assert type(resolved.settings.extra["a"]) is int
+    assert type(resolved.settings.extra["t"]) is float
+    Path("saved.yaml").write_text(resolved.to_yaml())
+    assert load("saved.yaml") == resolved

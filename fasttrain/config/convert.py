@@ -35,7 +35,7 @@ class Converter(Scalars):
     """Converts nodes by types.
 
     `sketch`: give plain dicts and lists, in which references stay text (listed in `references`) and what is missing or
-    wrong is '???'. Interpolations are resolved on that sketch; the second conversion takes them from `found`.
+    wrong is '???'. Interpolations are resolved on that sketch; a further conversion takes them from `found`.
     """
 
     def __init__(
@@ -79,7 +79,8 @@ class Converter(Scalars):
         """What a reference stands for; in a sketch its text."""
         if self.sketch:
             self.references[path] = node
-            return node.text
+            if path not in self.found:
+                return node.text
         value = self.found.get(path, BAD)
         return BAD if value is BAD else self.convert(from_python(value, node.place, final=True), kind, path)
 
@@ -148,7 +149,8 @@ class Converter(Scalars):
         if isinstance(node, Map):
             node = self.upon(node, default, path)
         if isinstance(node, Map):
-            items = {self.untyped_key(e.key): self.child(e.node, Any, (*path, k)) for k, e in node.entries.items()}
+            keyed = {self.untyped_key(entry.key): entry.node for entry in node.entries.values()}
+            items = {key: self.child(item, Any, (*path, _part(key))) for key, item in keyed.items()}
             return BAD if any(value is BAD for value in items.values()) else items
         if isinstance(node, List):
             values = [self.child(item, Any, (*path, i)) for i, item in enumerate(node.items)]
@@ -216,7 +218,8 @@ class Converter(Scalars):
         for name, entry in merged.entries.items():
             inner = (*path, name)
             key = self.untyped_key(entry.key) if unwrapped(key_kind) is Any else self.key(entry.key, key_kind, inner)
-            values[name if key is BAD else key] = BAD if key is BAD else self.child(entry.node, item_kind, inner)
+            value = BAD if key is BAD else self.child(entry.node, item_kind, (*path, _part(key)))
+            values[name if key is BAD else key] = value
         return BAD if any(value is BAD for value in values.values()) else values
 
     def key(self, key: Scalar | Value, kind: Any, path: Path) -> Any:
@@ -288,6 +291,10 @@ class Converter(Scalars):
                 self.refuse(where, at.place if at is not None else node.place, message, suggestion)
             return BAD
         return BAD if bad else made
+
+
+def _part(key: Any) -> str | int:
+    return key if isinstance(key, str | int) else str(key)
 
 
 def _is_list(kind: Any) -> bool:

@@ -71,8 +71,13 @@ def float_text(value: float) -> str:
     return text if "." in text else text.replace("e", ".0e")
 
 
+def escaped(text: str) -> str:
+    """Text in which `${` is the characters themselves and no reference."""
+    return re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", text)
+
+
 def _text(dumper: _Dumper, value: str) -> yaml.Node:
-    value = re.sub(r"(\\*)\$\{", lambda match: match[1] * 2 + r"\${", value)
+    value = escaped(value)
     is_other = not isinstance(to_plain(value), str) or to_bool(value) is not None or value == NONE
     is_number_like = value[:1].isdigit() or value[:1] in set("+-.")
     # In single quotes PyYAML folds the rarer line breaks into blanks; double quotes escape them.

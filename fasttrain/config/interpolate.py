@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from fasttrain.config.dump import escaped
 from fasttrain.config.nodes import List, Map, Node, Scalar, Value, from_python, is_interpolation, is_null
 from fasttrain.config.scalars import BAD, Path, key_of
 from fasttrain.config.text import MANDATORY
@@ -56,6 +57,38 @@ def resolve(
             value = BAD
         found[path] = value
     return found
+
+
+def settle(sketch: Mapping[str, Any], references: Mapping[Path, Scalar], found: dict[Path, Any]) -> dict[Path, Any]:
+    """What each reference stands for now that `sketch` holds the others as values of their fields' types.
+
+    `${oc.env:LR}` gives text; one that refers to the number made from it is to give the number.
+    """
+    from omegaconf import OmegaConf
+
+    config: Any = OmegaConf.create(_escaped(sketch), flags={"allow_objects": True})
+    settled = dict(found)
+    for path, node in references.items():
+        if found[path] is BAD:
+            continue
+        section = config
+        for part in path[:-1]:
+            section = section[part]
+        typed = section[path[-1]]
+        section[path[-1]] = node.text
+        value = _value(config, path)
+        section[path[-1]] = escaped(typed) if isinstance(typed, str) else typed
+        if not isinstance(value, _Refused) and value is not BAD:
+            settled[path] = value
+    return settled
+
+
+def _escaped(value: Any) -> Any:
+    if isinstance(value, str):
+        return escaped(value)
+    if isinstance(value, Mapping):
+        return {key: _escaped(item) for key, item in value.items()}
+    return [_escaped(item) for item in value] if isinstance(value, list) else value
 
 
 def _replaced(value: Any, path: Path, refused: set[Path]) -> Any:

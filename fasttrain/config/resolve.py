@@ -248,24 +248,35 @@ class _Resolution:
         """The settings under '' and each strategy's config under its slot."""
         own = self.tree.without(*SLOTS)
         sketcher = Converter(sketch=True)
-        sketch: dict[str, Any] = sketcher.section(own, settings, ())
-        if not isinstance(sketch, dict):
-            sketch = {}
-        for slot in SLOTS:
-            if slot in self.sections:
-                config = sketcher.section(self.sections[slot].without("name"), self.classes[slot].Config, (slot,))
-                sketch[slot] = {"name": self.name(slot), **(config if isinstance(config, dict) else {})}
-            elif slot in self.tree.entries:
-                sketch[slot] = None
-        found: dict[Any, Any] = {}
-        if sketcher.references:
-            found = interpolate.resolve(sketch, sketcher.references, self.problems, suggester.everything)
+        sketch = self.sketch(sketcher, settings)
+        references, found = sketcher.references, {}
+        if references:
+            found = interpolate.resolve(sketch, references, self.problems, suggester.everything)
+            # A reference to a reference is settled once the latter has its field's type, and so on along the chain.
+            for _ in range(len(references) - 1):
+                before = found
+                typed = self.sketch(Converter(sketch=True, found=found), settings)
+                found = interpolate.settle(typed, references, before)
+                if found == before:
+                    break
         converter = Converter(found=found, unknown=suggester.unknown, main=self.main)
         made = {"": converter.section(own, settings, ())}
         for slot, section in self.sections.items():
             made[slot] = converter.section(section.without("name"), self.classes[slot].Config, (slot,))
         self.problems += converter.problems
         return {key: value for key, value in made.items() if value is not BAD}
+
+    def sketch(self, sketcher: Converter, settings: type[Settings]) -> dict[str, Any]:
+        """The whole config as plain data, with all defaults, for references to look into."""
+        own = sketcher.section(self.tree.without(*SLOTS), settings, ())
+        sketch: dict[str, Any] = own if isinstance(own, dict) else {}
+        for slot in SLOTS:
+            if slot in self.sections:
+                config = sketcher.section(self.sections[slot].without("name"), self.classes[slot].Config, (slot,))
+                sketch[slot] = {"name": self.name(slot), **(config if isinstance(config, dict) else {})}
+            elif slot in self.tree.entries:
+                sketch[slot] = None
+        return sketch
 
     def check_clashes(self) -> None:
         """Two strategies that cannot live together, told at the one that has the limit."""

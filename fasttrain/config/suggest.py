@@ -113,6 +113,9 @@ class Suggester:
             owners = strategies_with(where, word)
             if owners:
                 return f"it belongs to {' or '.join(f'{where}={owner}' for owner in owners)}"
+        homes = [slot for slot in SLOTS if word in names(slot)] if not where else []
+        if homes:
+            return f"it is a strategy: write {' or '.join(f'{slot}={word}' for slot in homes)}"
         homes = [_ELSEWHERE[word]] if word in _ELSEWHERE else []
         homes = homes or [path for path in self.everything() if path.rpartition(".")[2] == word]
         if homes:
