@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import enum
-import hashlib
 import json
 import math
 import os
@@ -112,6 +111,9 @@ def digest(data: Mapping[str, Any]) -> str:
         for key, value in data.items()
         if key not in _UNHASHED and (value is not None or key == "data_parallel")
     }
+    # Imported here: OpenSSL takes a tenth of the time of a check, which needs no digest.
+    import hashlib
+
     text = json.dumps(_with_text_keys(kept), sort_keys=True)
     return hashlib.sha256(text.encode()).hexdigest()[:12]
 
