@@ -122,8 +122,14 @@ class Stopper:
 
 
 def own_store() -> Any:
-    """A connection of its own to the launcher's store, so that no waiting call of others stands in the way."""
-    return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    """A connection of its own to the launcher's store, so that no waiting call of others stands in the way.
+
+    Ranks that met in another way (`init_process_group` by a file or a store) have no address in the environment: they
+    get a second connection to whatever they met in.
+    """
+    if "MASTER_ADDR" in os.environ:
+        return dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+    return dist.distributed_c10d._get_default_store().clone()
 
 
 _rounds = 0
