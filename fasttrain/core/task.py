@@ -14,12 +14,16 @@ from fasttrain.lazy import dist, torch
 
 @dataclass(slots=True)
 class Fed:
-    """What the feed knows of the batch it just gave: found before the batch went to the device."""
+    """What the feed knows of the batch it just gave: found before the batch went to the device.
+
+    `exact=False`: the data cut its own batches, so `global_samples` is a guess from what this rank holds.
+    """
 
     batch: Any
     samples: int
     global_samples: int
     counts: list[Any] | None = None
+    exact: bool = True
 
 
 @dataclass(slots=True)
@@ -99,10 +103,10 @@ def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context
     elif task.count is not None:
         counts = [_count(task.count, microbatch) for microbatch in microbatches]
     elif fed is not None and len(microbatches) == 1:
-        counts = [fed.samples]
+        counts = [fed.samples if fed.exact else _samples_of_given(fed)]
     else:
         counts = [_count(num_samples, microbatch) for microbatch in microbatches]
-    if task.count is None and fed is not None:
+    if task.count is None and fed is not None and fed.exact:
         total = float(fed.global_samples)
     names = next((list(count) for count in counts if isinstance(count, Mapping)), [""])
     table = [[count[n] for n in names] if isinstance(count, Mapping) else [count] * len(names) for count in counts]
@@ -122,6 +126,14 @@ def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context
 
 def _count(count: Callable[[Any], Any], microbatch: Any) -> Any:
     return 0 if microbatch is None else count(microbatch)
+
+
+def _samples_of_given(fed: Fed) -> int:
+    """Samples in a batch that the data cut: what lies along dim 0; its share where that cannot be told."""
+    try:
+        return num_samples(fed.batch)
+    except BatchError:
+        return fed.samples
 
 
 def _number(value: Any) -> float:

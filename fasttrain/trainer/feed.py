@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fasttrain.config.settings import Settings
-from fasttrain.core.batch import map_tensors
+from fasttrain.core.batch import Microbatches, map_tensors
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
@@ -34,6 +34,7 @@ class Feed:
         self.data, self.settings, self.world, self.device = data, settings, world, world.device
         self.position = Position()
         self.samples = 0
+        self._saw_whole_batch = False
         self.kind = form(data.train)
         size = num_samples_of(data.train)
         if size == 0:
@@ -110,11 +111,20 @@ class Feed:
         return self._given(self.data.train, position.seen)
 
     def _given(self, source: Any, skip: int) -> Iterator[tuple[Any, int, int]]:
-        share = self.settings.batch_size // self.world.size
-        for number, batch in enumerate(given_batches(source, skip), start=skip):
-            held = _leading(batch)
-            here = min(share, held) if _says_its_size(source, number, held) else share
-            yield batch, here, here * self.world.size
+        for number, batch in enumerate(given_batches(source, 0)):
+            here = self._samples_in(batch, source, number)
+            if number >= skip:
+                yield batch, here, here * self.world.size
+
+    def _samples_in(self, batch: Any, source: Any, number: int) -> int:
+        """Samples in a batch that the data cut. Other sizes than the share are left to the check of whoever cuts it."""
+        if isinstance(batch, Microbatches):
+            return sum(_leading(microbatch) for microbatch in batch)
+        share, held = self.settings.batch_size // self.world.size, _leading(batch)
+        # Once a whole batch came, dim 0 is known to be the samples, and a shorter one is a short last one.
+        self._saw_whole_batch |= held == share
+        believed = self._saw_whole_batch or _says_its_size(source, number, held)
+        return min(share, held) if believed else share
 
     def evaluation(self, task: Task, plan: Plan) -> Iterator[tuple[Any, int]]:
         """Evaluation batches on the device with the samples in each; every sample once over all ranks."""
@@ -137,7 +147,7 @@ class Feed:
                 yield self._deliver(batch, here, everywhere, task, plan), here
 
     def _deliver(self, batch: Any, here: int, everywhere: int, task: Task, plan: Plan) -> Any:
-        fed = task.fed = Fed(batch, here, everywhere)
+        fed = task.fed = Fed(batch, here, everywhere, exact=self.order is not None)
         if batch is None:  # this rank has no sample of a short last step
             return None
         if self.device.type != "cpu":
