@@ -8,12 +8,14 @@ from __future__ import annotations
 import functools
 import importlib
 from collections.abc import Callable
-from importlib import metadata
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from fasttrain.core.slots import SLOTS
 from fasttrain.core.strategy import Strategy
 from fasttrain.errors import ConfigError, did_you_mean
+
+if TYPE_CHECKING:
+    from importlib import metadata
 
 ENTRY_POINTS = "fasttrain.strategies"
 _HERE = "fasttrain.strategies"
@@ -74,6 +76,8 @@ def check_slot(slot: str) -> None:
 
 @functools.cache
 def _entry_points() -> dict[tuple[str, str], metadata.EntryPoint]:
+    from importlib import metadata  # a quarter of the time that reading a config takes, and rarely needed
+
     found = {}
     for entry in metadata.entry_points(group=ENTRY_POINTS):
         slot, _, name = entry.name.partition(".")

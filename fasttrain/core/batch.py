@@ -66,13 +66,18 @@ def cut(batch: Any, n: int, expected: int | None = None) -> list[Any]:
     """
     size = num_samples(batch, expected)
     bounds = [size * i // n for i in range(n + 1)]
+    return pieces(batch, list(zip(bounds[:-1], bounds[1:], strict=True)))
+
+
+def pieces(batch: Any, spans: list[tuple[int, int]]) -> list[Any]:
+    """The samples of a batch from a first to before an end, for each span; views."""
     leaves, spec = pytree.tree_flatten(batch, is_leaf=_is_samples)
     is_cut = [_samples(leaf) is not None for leaf in leaves]
     return [
         pytree.tree_unflatten(
             [_piece(leaf, low, high) if cuts else leaf for leaf, cuts in zip(leaves, is_cut, strict=True)], spec
         )
-        for low, high in zip(bounds[:-1], bounds[1:], strict=True)
+        for low, high in spans
     ]
 
 

@@ -167,10 +167,12 @@ def weighted(loss: Any, weight: Weight) -> Any:
     Raises:
         ConfigError: `loss` and `count` do not name the same parts.
     """
-    if not isinstance(loss, Mapping):
+    if isinstance(loss, torch.Tensor):
+        if weight is None:
+            return loss
         if isinstance(weight, Mapping):
             raise ConfigError(f"count gives {sorted(weight)} but the loss is one number; return dicts of the same keys.")
-        return loss if weight is None else loss * weight
+        return loss * weight
     if isinstance(weight, Mapping):
         if set(weight) != set(loss):
             raise ConfigError(f"the loss has the parts {sorted(loss)} and count {sorted(weight)}; use the same keys.")

@@ -19,11 +19,16 @@ class Data:
     batches itself. `transform(batch) -> batch` runs on the host on each training batch; torch's, numpy's and Python's
     global random generators are then seeded by (seed, epoch, position), so that what it draws does not depend on
     workers, prefetching or restarts. The same holds for what a data set draws, sample by sample.
+
+    With several ranks, `transform` of tensors in memory sees the batch of all ranks on each of them, so that it draws
+    what it draws on one; `transform_share=True` gives it this rank's share alone (less host work, other draws). A data
+    set's transform always sees the share.
     """
 
     train: Any
     evaluation: Any = None
     transform: Callable[[Any], Any] | None = None
+    transform_share: bool = False
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     shuffle: bool = True

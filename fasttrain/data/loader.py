@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from fasttrain.core.batch import num_samples, pieces
 from fasttrain.data.data import Data, batches_of, form, take
 from fasttrain.data.order import Order, share
 from fasttrain.data.seeds import mix
@@ -63,17 +64,25 @@ def epoch_batches(
     spans = order.spans(position)
     shares = [share(first, end, rank, ranks) for first, end in spans]
     indices = order.epoch(epoch)
-    if form(source) == "tensors":
-        batches: Iterable[Any] = (take(source, indices[low:high]) for low, high in shares)
+    in_memory = form(source) == "tensors"
+    transform = data.transform if train else None
+    whole = in_memory and ranks > 1 and transform is not None and not data.transform_share
+    if in_memory:
+        batches: Iterable[Any] = (take(source, indices[a:b]) for a, b in (spans if whole else shares))
     else:
         batches = _read(data, source, Keys(epoch, indices.numpy(), [(a, b) for a, b in shares if a < b]), order.seed)
     reading = iter(batches)
     for (first, end), (low, high) in zip(spans, shares, strict=True):
-        empty = low == high and form(source) != "tensors"
-        batch = None if empty else next(reading)
-        if train and data.transform is not None and not empty:
-            with own_randomness(mix(order.seed, "batch", epoch, low)):
-                batch = data.transform(batch)
+        if low == high and not in_memory:
+            yield None, 0, end - first
+            continue
+        batch = next(reading)
+        if transform is not None and (whole or low < high):
+            with own_randomness(mix(order.seed, "batch", epoch, first if whole else low)):
+                batch = transform(batch)
+        if whole:
+            num_samples(batch, expected=end - first)
+            (batch,) = pieces(batch, [(low - first, high - first)])
         yield batch, high - low, end - first
 
 

@@ -11,10 +11,10 @@ from typing import TYPE_CHECKING, Any
 
 from fasttrain.checkpoint.folder import prune
 from fasttrain.config.settings import seconds
-from fasttrain.distributed.reductions import add_over_ranks, read_pairs, read_together
+from fasttrain.distributed.reductions import add_over_ranks, read_together
 from fasttrain.distributed.stopping import Stopper
 from fasttrain.lazy import torch
-from fasttrain.observe import Observer, RunInfo, StepClock, current_memory, default_observers, peak_memory
+from fasttrain.observe import Observer, RunInfo, StepClock, current_memory, default_observers, peak_memory, reset_peak_memory
 from fasttrain.trainer.run_folder import SUMMARY, choose, environment
 from fasttrain.trainer.state import restore_state, save_state
 
@@ -46,6 +46,8 @@ class Session:
         self.stopper = Stopper(trainer.world.rank, trainer.world.size, None if limit is None else seconds(limit))
         self.observers: list[Observer] = []
         self._by_samples = trainer.task.count is None
+        self._log_every = self.settings.log.every
+        self._save_every = self.settings.checkpoint.every
 
     def default_name(self) -> str:
         """The run's name where none is set: that of the trainer's class."""
@@ -62,13 +64,17 @@ class Session:
         if folder.checkpoint is not None:
             self._take_up()
         self.start_step = trainer.step
+        reset_peak_memory(trainer.device)
         self.stopper.start(trainer.step)
+        started: list[Observer] = []
         try:
             info = self._run_info()
             for observer in self.observers:
                 observer.started(info)
-        except BaseException:
-            self.stopper.end()
+                started.append(observer)
+        except BaseException as error:
+            self.observers = started  # those hold files and the terminal; the others hold nothing yet
+            self.__exit__(type(error), error, error.__traceback__)
             raise
         return self
 
@@ -130,7 +136,7 @@ class Session:
 
     def watch(self, step: int) -> None:
         """Before a step: whether its figures will be read."""
-        watching = step % self.settings.log.every == 0 or step == self.trainer.feed.total_steps
+        watching = step % self._log_every == 0 or step == self.trainer.feed.total_steps
         if watching != self.watching:
             self.watching = watching
             self.trainer.plan.watch_norm = self.trainer.figures.watching = watching
@@ -156,8 +162,7 @@ class Session:
 
     def save_is_due(self, step: int) -> bool:
         """Whether to save after this step."""
-        every = self.settings.checkpoint.every
-        return every is not None and step % every == 0
+        return self._save_every is not None and step % self._save_every == 0
 
     # ---- once in a while
 
@@ -167,9 +172,12 @@ class Session:
         sums, media = trainer.figures.take()
         if info.loss is not None:
             sums["loss"] = [info.loss, 1.0]
-        pairs = add_over_ranks(read_pairs(sums), trainer.world.size)
+        figures = self._reported()
+        read = read_together(figures | {f"{name}|{i}": pair[i] for name, pair in sums.items() for i in (0, 1)})
+        figures = {name: read[name] for name in figures}
+        trainer.plan.logged({"step": trainer.step, **figures})
+        pairs = add_over_ranks({name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}, trainer.world.size)
         logged = {name: total / weight if weight else float("nan") for name, (total, weight) in pairs.items()}
-        figures = self._check()
         loss = self.last_loss = logged.pop("loss", None)
         window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
         rates = [float(group["lr"]) for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
@@ -190,19 +198,21 @@ class Session:
         for observer in self.observers:
             observer.stepped(record)
 
-    def _check(self) -> dict[str, float]:
-        """Read what strategies report, and let them object."""
-        trainer = self.trainer
+    def _reported(self) -> dict[str, Any]:
+        """What strategies report; tensors are not read yet."""
+        plan = self.trainer.plan
         figures: dict[str, Any] = {}
-        if trainer.plan.watched_norm is not None:
-            figures["grad_norm"], trainer.plan.watched_norm = trainer.plan.watched_norm, None
-        figures |= trainer.plan.report()
-        refused = sum(trainer.plan.refused(optimizer) for optimizer in trainer.optimizers.values())
+        if plan.watched_norm is not None:
+            figures["grad_norm"], plan.watched_norm = plan.watched_norm, None
+        figures |= plan.report()
+        refused = sum(plan.refused(optimizer) for optimizer in self.trainer.optimizers.values())
         if isinstance(refused, torch.Tensor) or refused:
             figures["refused_steps"] = refused
-        read = read_together(figures)
-        trainer.plan.logged({"step": trainer.step, **read})
-        return read
+        return figures
+
+    def check(self) -> None:
+        """Let strategies object to the steps since the last log point."""
+        self.trainer.plan.logged({"step": self.trainer.step, **read_together(self._reported())})
 
     def evaluate(self) -> None:
         """Evaluate now, and tell the observers."""
@@ -230,7 +240,7 @@ class Session:
         trainer, folder = self.trainer, self.folder.dir
         if folder is None or self.saved_at == trainer.step:
             return
-        self._check()
+        self.check()
         path = folder / "checkpoints" / f"step-{trainer.step}"
         began = time.perf_counter()
         with self.clock.paused("saving"):
@@ -272,7 +282,7 @@ class Session:
             "metrics": self.metrics,
             "wall_s": time.perf_counter() - self.began,
             "startup_s": self.began - _LOADED_AT,
-            "compile_s": 0.0,
+            "compile_s": compile_seconds(),
             **{k: v for k, v in self.clock.totals().items() if k in TOTALS or k.endswith("_per_s")},
             "peak_memory_bytes": peak_memory(trainer.device),
             "world_size": trainer.world.size,
@@ -280,6 +290,14 @@ class Session:
             "torch": torch.__version__,
             "config_hash": trainer.resolved.hash(),
         }
+
+
+def compile_seconds() -> float:
+    """Seconds that torch.compile took in this process so far: tracing and generating code, forward and backward."""
+    if "torch._dynamo.utils" not in sys.modules:
+        return 0.0
+    spent = sys.modules["torch._dynamo.utils"].cumulative_time_spent_ns
+    return (spent["entire_frame_compile"] + spent["entire_backward_compile"]) / 1e9
 
 
 def explain_text(trainer: Trainer) -> str:

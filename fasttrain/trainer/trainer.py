@@ -81,6 +81,8 @@ class Trainer:
         seed_everything(self.seed)
         self.model = self.plan.model(self.place(self.build_model()))
         self.optimizers = self._build_optimizers()
+        if len(self.optimizers) == 1:
+            (self.optimizer,) = self.optimizers.values()
         self.task = self._task()
         seed_everything(self.seed + self.world.rank)
         self.plan.started_with(self.model, self.optimizers.values(), self.step)
@@ -214,15 +216,13 @@ class Trainer:
         make = self.plan.optimizer(self.build_optimizer if own else None)
         return {name: make(part) for name, part in self.parts().items()}
 
-    @property
-    def optimizer(self) -> Any:
-        """The optimizer, where there is one."""
-        if len(self.optimizers) != 1:
+    def __getattr__(self, name: str) -> Any:
+        if name == "optimizer" and "optimizers" in vars(self):
             raise ConfigError(
                 f"{type(self).__name__} has the optimizers {', '.join(self.optimizers)}; override train_step and use "
                 "step_part(name, compute_loss, batch) or self.optimizers[name]."
             )
-        return next(iter(self.optimizers.values()))
+        raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
 
     def _task(self) -> Task:
         given = type(self)
