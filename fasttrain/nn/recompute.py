@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import checkpoint
+
+from fasttrain.nn.forwards import replace_forward
 
 
 class StatisticsAside:
@@ -34,23 +37,23 @@ class StatisticsAside:
             norm._buffers.update(self.kept.pop())
 
 
-def recomputed(module: nn.Module, forward: Callable[..., Any]) -> Callable[..., Any]:
-    """`forward` of a module, keeping its inputs alone and running it again in the backward pass.
+def recomputed(forward: Callable[..., Any], has_statistics: bool) -> Callable[..., Any]:
+    """`forward(module, ...)`, keeping its inputs alone and running it again in the backward pass.
 
     RNG state is replayed and statistics of norms move once.
     """
-    has_statistics = bool(StatisticsAside(module).norms)
 
-    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        return nullcontext(), StatisticsAside(module)
-
-    def recomputing_forward(*args: Any, **kwargs: Any) -> Any:
+    def recomputing_forward(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
-            return forward(*args, **kwargs)
+            return forward(module, *args, **kwargs)
         if has_statistics and not torch.compiler.is_compiling():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+            def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+                return nullcontext(), StatisticsAside(module)
+
+            return checkpoint(forward, module, *args, use_reentrant=False, context_fn=contexts, **kwargs)
         # A compiled graph writes statistics once by itself: the recomputation is cut out of the same trace.
-        return checkpoint(forward, *args, use_reentrant=False, **kwargs)
+        return checkpoint(forward, module, *args, use_reentrant=False, **kwargs)
 
     return recomputing_forward
 
@@ -65,5 +68,6 @@ def checkpoint_blocks(blocks: Iterable[nn.Module], every: int = 1) -> int:
     """
     chosen = list(blocks)[::every]
     for block in chosen:
-        block.forward = recomputed(block, block.forward)
+        has_statistics = bool(StatisticsAside(block).norms)
+        replace_forward(block, partial(recomputed, has_statistics=has_statistics))
     return len(chosen)

@@ -8,6 +8,7 @@ from typing import Any, Literal, final
 
 from fasttrain.core.strategy import Strategy
 from fasttrain.lazy import torch
+from fasttrain.nn.forwards import replace_forward
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +32,26 @@ def compile_blocks(blocks: Iterable[Any], config: BlocksConfig) -> int:
     if config.mode is not None:
         settings["mode"] = config.mode
     blocks = list(blocks)
+    allow_graphs(GRAPHS_PER_BLOCK * len(blocks))
     for block in blocks:
         # Not block.compile(): with a forward that checkpointing replaced, that compiles nothing and does not say so.
-        block.forward = torch.compile(block.forward, **settings)
+        replace_forward(block, lambda forward: torch.compile(forward, **settings))
     return len(blocks)
+
+
+# torch's own limit for a function. Shapes of training, evaluation and short last batches take some each.
+GRAPHS_PER_BLOCK = 8
+
+
+def allow_graphs(number: int) -> None:
+    """Let torch.compile keep so many graphs of a function, at least, in this process.
+
+    torch counts them by code object, which all blocks of a class share (with checkpointing, all blocks): the 16 blocks
+    of a ResNet-50 need 8 for training alone, and what comes after torch's limit of 8 runs uncompiled.
+    """
+    config = torch._dynamo.config
+    config.recompile_limit = max(config.recompile_limit, number)
+    config.accumulated_recompile_limit = max(config.accumulated_recompile_limit, number)
 
 
 @final
