@@ -1,0 +1,1 @@
+"""Recipes: complete trainings, each a readable file and its configs."""

@@ -1,0 +1,1 @@
+"""Joining ranks, summing over them, stopping them together, averaging their gradients."""

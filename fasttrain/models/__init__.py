@@ -1,0 +1,1 @@
+"""Models of the recipes: their own, readable, and loading the weights of others."""
