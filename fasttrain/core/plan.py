@@ -103,7 +103,7 @@ class Plan:
         for wrap in reversed(self._acting("around")):  # the first slot ends up outermost
             self.gradients_of = wrap(self.gradients_of)
         self._refused: dict[int, Any] = {}
-        self._empty = False
+        self._empty = self._was_empty = False
         # What the microbatch in work weighs; None: it is the whole step.
         self.weight: Any = None
         self.watch_norm = False
@@ -173,8 +173,8 @@ class Plan:
 
     def gradients(self, model: Any, optimizer: Any) -> Any:
         """Everything done to gradients before the update; returns the verdict: a device flag, or `None`."""
-        if self._empty:
-            self._empty = False
+        self._was_empty, self._empty = self._empty, False
+        if self._was_empty:
             return True
         bad = None
         for act in self._reduce:
@@ -233,6 +233,8 @@ class Plan:
         figures: dict[str, Any] = {}
         for report in self._reporting:
             figures.update(report())
+        if self._was_empty:  # nothing counted, so no gradient had a norm: this one is of a step before
+            figures.pop("grad_norm", None)
         return figures
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
