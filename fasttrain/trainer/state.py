@@ -18,8 +18,21 @@ if TYPE_CHECKING:
     from fasttrain.trainer.trainer import Trainer
 
 
+# What torch.compile and torch's checkpoint wrapper call the module they hold, where a user wraps one by hand.
+_HELD = ("_orig_mod", "_checkpoint_wrapped_module")
+
+
+def plain_name(name: str) -> str:
+    """The name of a weight as the module has it that a wrapper holds: checkpoints fit with and without the wrapper.
+
+    >>> plain_name("blocks.0._orig_mod.weight"), plain_name("module.weight")
+    ('blocks.0.weight', 'module.weight')
+    """
+    return ".".join(part for part in name.split(".") if part not in _HELD)
+
+
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Weights and buffers by name; a parameter with two names stands once.
+    """Weights and buffers by name, without the prefixes of wrappers; a parameter with two names stands once.
 
     Raises:
         CheckpointError: a module keeps an extra state that is no tensor.
@@ -33,13 +46,13 @@ def model_tensors(model: Any) -> dict[str, Any]:
             )
         if id(value) not in seen:
             seen[id(value)] = name
-            tensors[name] = value.detach()
+            tensors[plain_name(name)] = value.detach()
     return tensors
 
 
 def _optimizer_states(trainer: Trainer) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
     """Each trained parameter of each optimizer: prefix, parameter, its group, its state."""
-    names = {id(parameter): name for name, parameter in trainer.model.named_parameters()}
+    names = {id(parameter): plain_name(name) for name, parameter in trainer.model.named_parameters()}
     for part, optimizer in trainer.optimizers.items():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
