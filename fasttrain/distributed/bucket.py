@@ -63,7 +63,7 @@ class Bucket:
             self.views[i].zero_()
             flags[i].zero_()
         views = [self.views[i] for i in there] if self.missing else self.views
-        torch._foreach_copy_(views, grads)
+        torch._foreach_copy_(views, grads)  # pyright: ignore[reportPrivateImportUsage]
         if self.as_views:
             for i, view in zip(there, views, strict=True):
                 self.parameters[i].grad = view
@@ -78,7 +78,8 @@ class Bucket:
             missing = set(self.missing)
             there = [i for i in range(len(self.parameters)) if i not in missing]
             if there:
-                torch._foreach_copy_([self.parameters[i].grad for i in there], [self.views[i] for i in there])
+                grads = [self.parameters[i].grad for i in there]
+                torch._foreach_copy_(grads, [self.views[i] for i in there])  # pyright: ignore[reportPrivateImportUsage]
         for i in give:
             view, dtype = self.views[i], self.parameters[i].dtype
             self.parameters[i].grad = view if self.as_views else view.to(dtype, copy=True)

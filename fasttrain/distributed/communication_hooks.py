@@ -113,7 +113,7 @@ class PowerSgdHook(CommunicationHook):
             process_group=group if group is not None else dist.group.WORLD,
             matrix_approximation_rank=rank,
             start_powerSGD_iter=start_step,
-            orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,
+            orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,  # pyright: ignore[reportArgumentType]
         )
         self._error = f"error_of_rank_{dist.get_rank(group)}"
         # The hook starts its second and third sum from callbacks. With NCCL these run at once, in the launching thread;
@@ -134,15 +134,15 @@ class PowerSgdHook(CommunicationHook):
         rng = {"keys": torch.from_numpy(keys.astype("int64")), "position": int(position)}
         return {**tensors, "iteration": state.iter, "rng": {**rng, "has_gauss": int(has_gauss), "gauss": float(gauss)}}
 
-    def load_state_dict(self, saved: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with equal bits. A rank that was not there then starts without errors."""
-        state, rng = self.state, saved["rng"]
-        for name, table in ((self._error, state.error_dict), ("p", state.p_memory_dict), ("q", state.q_memory_dict)):
+        mine, rng = self.state, state["rng"]
+        for name, table in ((self._error, mine.error_dict), ("p", mine.p_memory_dict), ("q", mine.q_memory_dict)):
             table.clear()
-            table.update({int(index): tensor.clone() for index, tensor in saved.get(name, {}).items()})
-        state.iter = saved["iteration"]
+            table.update({int(index): tensor.clone() for index, tensor in state.get(name, {}).items()})
+        mine.iter = state["iteration"]
         keys = rng["keys"].cpu().numpy().astype(np.uint32)
-        state.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["gauss"]))
+        mine.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["gauss"]))
 
     def check(self, numels: Mapping[int, int]) -> None:
         """Refuse a memory that does not fit the buckets, given by index with the elements of their buffers."""

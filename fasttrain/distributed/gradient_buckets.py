@@ -122,7 +122,7 @@ class GradientAverager:
             ConfigError: it has a parameter that cannot be averaged.
         """
         for name, parameter in model.named_parameters():
-            if isinstance(parameter, torch.nn.parameter.UninitializedTensorMixin):
+            if torch.nn.parameter.is_lazy(parameter):
                 raise ConfigError(
                     f"'{name}' has no shape yet, so it cannot be copied to other ranks; run one forward first."
                 )

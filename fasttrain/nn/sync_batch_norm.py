@@ -82,7 +82,7 @@ class _Normalise(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:
+    def backward(ctx: Any, *grad_outputs: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         x, weight, mean, variance, count = ctx.saved_tensors
         dy = grad_outputs[0]
         scale = torch.ones_like(mean) if weight is None else weight.to(mean.dtype)
@@ -206,5 +206,5 @@ def synchronise_batch_norm(model: nn.Module, group: Any = None) -> int:
         if kind not in _KINDS:
             _KINDS[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"__doc__": kind.__doc__})
         module.__class__ = _KINDS[kind]
-        module.sync_handle = handle
+        vars(module)["sync_handle"] = handle
     return len(found)
