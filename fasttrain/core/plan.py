@@ -95,6 +95,7 @@ class Plan:
                 continue
             default = defaults.get(verb) or {FOLD: _same, NEST: _no_context, ORDER: _nothing}[kind]
             setattr(self, verb, bind(kind, self._acting(verb), default))
+        self._acting("dtypes")  # asked before there is a plan, but two owners are a conflict all the same
         self._reduce = self._acting("gradients")
         self._update = (self._acting("update") or [step_unless])[0]
         self._updated = self._acting("updated")
@@ -127,8 +128,8 @@ class Plan:
         if VERBS[verb] == OWNER and len(acting) > 1:
             first, second = acting[:2]
             raise Conflict(
-                f"{first.slot}={first.name} and {second.slot}={second.name} both replace the line '{verb}' of the step; "
-                f"turn one off: {first.slot}=null or {second.slot}=null."
+                f"{first.slot}={first.name} and {second.slot}={second.name} both replace the line '{verb}' of the "
+                f"step; turn one off: {first.slot}=null or {second.slot}=null."
             )
         return [getattr(strategy, verb) for strategy in acting]
 
