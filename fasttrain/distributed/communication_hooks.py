@@ -115,7 +115,7 @@ class PowerSgdHook(CommunicationHook):
             start_powerSGD_iter=start_step,
             orthogonalization_epsilon=ORTHOGONALIZATION_EPSILON,  # pyright: ignore[reportArgumentType]
         )
-        self._error = f"error_of_rank_{dist.get_rank(group)}"
+        self._error = f"error.{dist.get_rank(group)}"
         # The hook starts its second and third sum from callbacks. With NCCL these run at once, in the launching thread;
         # with gloo in worker threads, where the order of two buckets' sums would differ from rank to rank.
         super().__init__(
@@ -125,24 +125,33 @@ class PowerSgdHook(CommunicationHook):
     def state_dict(self) -> dict[str, Any]:
         """Error feedback and low-rank factors by bucket, the iteration, the generator.
 
-        The error is each rank's own and its key names the rank; everything else is alike on all ranks.
+        Flat: each value is a tensor or a plain number. The error is each rank's own, and its key names the rank;
+        everything else is alike on all ranks.
         """
         state = self.state
         _, keys, position, has_gauss, gauss = state.rng.get_state()
-        kept = {self._error: state.error_dict, "p": state.p_memory_dict, "q": state.q_memory_dict}
-        tensors = {name: {str(index): t.clone() for index, t in table.items()} for name, table in kept.items()}
-        rng = {"keys": torch.from_numpy(keys.astype("int64")), "position": int(position)}
-        return {**tensors, "iteration": state.iter, "rng": {**rng, "has_gauss": int(has_gauss), "gauss": float(gauss)}}
+        tensors = {
+            f"{name}.{index}": tensor.clone() for name, table in self._tables() for index, tensor in table.items()
+        }
+        rng = {"rng_position": int(position), "rng_has_gauss": int(has_gauss), "rng_gauss": float(gauss)}
+        return {**tensors, "iteration": state.iter, "rng_keys": torch.from_numpy(keys.astype("int64")), **rng}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on where `state_dict` was taken, with equal bits. A rank that was not there then starts without errors."""
-        mine, rng = self.state, state["rng"]
-        for name, table in ((self._error, mine.error_dict), ("p", mine.p_memory_dict), ("q", mine.q_memory_dict)):
+        for name, table in self._tables():
             table.clear()
-            table.update({int(index): tensor.clone() for index, tensor in state.get(name, {}).items()})
-        mine.iter = state["iteration"]
-        keys = rng["keys"].cpu().numpy().astype(np.uint32)
-        mine.rng.set_state(("MT19937", keys, rng["position"], rng["has_gauss"], rng["gauss"]))
+            for key, tensor in state.items():
+                owner, _, index = key.rpartition(".")
+                if owner == name:
+                    table[int(index)] = tensor.clone()
+        self.state.iter = state["iteration"]
+        keys = state["rng_keys"].cpu().numpy().astype(np.uint32)
+        position, has_gauss, gauss = state["rng_position"], state["rng_has_gauss"], state["rng_gauss"]
+        self.state.rng.set_state(("MT19937", keys, position, has_gauss, gauss))
+
+    def _tables(self) -> list[tuple[str, dict[int, Tensor]]]:
+        state = self.state
+        return [(self._error, state.error_dict), ("p", state.p_memory_dict), ("q", state.q_memory_dict)]
 
     def check(self, numels: Mapping[int, int]) -> None:
         """Refuse a memory that does not fit the buckets, given by index with the elements of their buffers."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import json
 from typing import Any
 
 import pytest
@@ -34,22 +35,15 @@ def powersgd_training(low: int, high: int, model: nn.Module, plan: Plan) -> list
     return losses
 
 
-def kinds(state: Any) -> set[str]:
-    if isinstance(state, dict):
-        return {kind for value in state.values() for kind in kinds(value)}
-    if isinstance(state, list):
-        return {kind for value in state for kind in kinds(value)}
-    return {type(state).__name__}
-
-
 def powersgd() -> dict[str, Any]:
     seen: dict[str, Any] = {}
     plan, _ = plan_on_ranks(POWERSGD)
     model = plan.model(wide(64, 2))
     losses = powersgd_training(0, 8, model, plan)
     state, weights = plan.state_dict(), copy.deepcopy(model.state_dict())
-    seen["kinds"] = kinds(state)
-    seen["keys"] = sorted(state["data_parallel"])
+    held = state["data_parallel"]
+    seen["tensors"] = sorted(key for key, value in held.items() if isinstance(value, torch.Tensor))
+    seen["plain"] = json.loads(json.dumps({key: value for key, value in held.items() if key not in seen["tensors"]}))
     with Counted() as counted:
         losses += powersgd_training(8, 9, model, plan)
     seen["sums"] = counted.sums
@@ -121,8 +115,12 @@ def test_powersgd_resumes_with_equal_bits(compressed: list[dict[str, Any]]) -> N
     for rank, seen in enumerate(compressed):
         assert seen["resumed"]
         assert not seen["without its memory"]
-        assert seen["kinds"] == {"Tensor", "int", "float", "str"}
-        assert seen["keys"] == [f"error_of_rank_{rank}", "iteration", "layouts", "p", "q", "rng"]
+        assert seen["tensors"] == [
+            *(f"{name}.{i}" for name in (f"error.{rank}", "p", "q") for i in range(2)),
+            "rng_keys",
+        ]
+        plain = {"iteration": 8, "layouts": ["1111"], "rng_has_gauss": 0, "rng_gauss": 0.0}
+        assert {key: value for key, value in seen["plain"].items() if key != "rng_position"} == plain
 
 
 @pytest.mark.ranks
