@@ -14,7 +14,15 @@ from fasttrain.config.settings import seconds
 from fasttrain.distributed.reductions import add_over_ranks, read_together
 from fasttrain.distributed.stopping import Stopper
 from fasttrain.lazy import torch
-from fasttrain.observe import Observer, RunInfo, StepClock, current_memory, default_observers, peak_memory, reset_peak_memory
+from fasttrain.observe import (
+    Observer,
+    RunInfo,
+    StepClock,
+    current_memory,
+    default_observers,
+    peak_memory,
+    reset_peak_memory,
+)
 from fasttrain.trainer.run_folder import SUMMARY, choose, environment
 from fasttrain.trainer.state import restore_state, save_state
 
@@ -173,14 +181,18 @@ class Session:
         if info.loss is not None:
             sums["loss"] = [info.loss, 1.0]
         figures = self._reported()
-        read = read_together(figures | {f"{name}|{i}": pair[i] for name, pair in sums.items() for i in (0, 1)})
+        groups = [group for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+        # A rate is a tensor where steps can be refused.
+        rates_now = {f"lr|{i}": group["lr"] for i, group in enumerate(groups)}
+        pairs_now = {f"{name}|{i}": pair[i] for name, pair in sums.items() for i in (0, 1)}
+        read = read_together({**figures, **rates_now, **pairs_now})
         figures = {name: read[name] for name in figures}
         trainer.plan.logged({"step": trainer.step, **figures})
         pairs = add_over_ranks({name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}, trainer.world.size)
         logged = {name: total / weight if weight else float("nan") for name, (total, weight) in pairs.items()}
         loss = self.last_loss = logged.pop("loss", None)
         window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
-        rates = [float(group["lr"]) for optimizer in trainer.optimizers.values() for group in optimizer.param_groups]
+        rates = [read[name] for name in rates_now]
         record = {
             "step": info.step,
             "total_steps": trainer.feed.total_steps,
@@ -304,5 +316,3 @@ def explain_text(trainer: Trainer) -> str:
     """Who acts on which line of the step, as text."""
     lines = [f"{verb:17s} {', '.join(acting) or '-'}" for verb, acting in trainer.plan.explain()]
     return "\n".join(lines) + "\n"
-
-
