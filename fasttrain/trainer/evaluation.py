@@ -27,7 +27,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     was_training, was_watching = model.training, figures.watching
     sums: Sums = {}
     weight_before = plan.weight
-    figures.take()
+    figures.take_sums()
     figures.watching = True
     model.eval()
     try:
@@ -37,7 +37,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
                     _add(sums, trainer, microbatch, samples)
     finally:
         model.train(was_training)
-        figures.take()
+        figures.take_sums()
         figures.watching, plan.weight, task.fed = was_watching, weight_before, None
     return _means(add_over_ranks(read_pairs(sums), trainer.world.size))
 
@@ -61,8 +61,7 @@ def _add(sums: Sums, trainer: Trainer, batch: Any, samples: int) -> None:
         _accumulate(sums, f"loss/{name}" if name else "loss", value, parts.get(name, weight))
     for name, value in values.items():
         _accumulate(sums, name, value, weight)
-    logged, _ = trainer.figures.take()
-    for name, (total, by) in logged.items():
+    for name, (total, by) in trainer.figures.take_sums().items():
         held = sums.setdefault(name, [0.0, 0.0])
         held[0], held[1] = held[0] + total, held[1] + by
 

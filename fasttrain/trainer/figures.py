@@ -34,7 +34,12 @@ class Figures:
 
     def take(self) -> tuple[dict[str, list[Any]], dict[str, Any]]:
         """Sums with their weights, and media as numpy arrays; afterwards nothing is held."""
-        sums, media = self._sums, self._media
-        self._sums, self._media = {}, {}
+        media = self._media
         kinds = {"image": LoggedImage, "histogram": LoggedHistogram}
-        return sums, {name: kinds[kind](array=value.float().cpu().numpy()) for name, (kind, value) in media.items()}
+        read = {name: kinds[kind](array=value.float().cpu().numpy()) for name, (kind, value) in media.items()}
+        return self.take_sums(), read
+
+    def take_sums(self) -> dict[str, list[Any]]:
+        """Sums with their weights; media are dropped without being read. Afterwards nothing is held."""
+        sums, self._sums, self._media = self._sums, {}, {}
+        return sums
