@@ -1,15 +1,15 @@
 """The tree of errors. Each message has three parts: what was asked, why it cannot be, what to type instead.
 
-    FasttrainError
-    ├── ConfigError            the request was wrong; found before any work (exit code 2)
-    │   ├── ConfigErrors       several of them, told together
-    │   ├── Conflict           two strategies that cannot live together, or two owners of one line
-    │   └── MissingPackage     an optional package is needed and not installed
-    └── RunError               the run failed (exit code 1)
-        ├── BatchError         a batch cannot be cut as asked
-        ├── NonFinite          a loss or gradient was infinite or not a number
-        ├── SyncError          gradients of ranks cannot be combined as the code asks
-        └── CheckpointError    a checkpoint cannot be written or read
+FasttrainError
+├── ConfigError            the request was wrong; found before any work (exit code 2)
+│   ├── ConfigErrors       several of them, told together
+│   ├── Conflict           two strategies that cannot live together, or two owners of one line
+│   └── MissingPackage     an optional package is needed and not installed
+└── RunError               the run failed (exit code 1)
+    ├── BatchError         a batch cannot be cut as asked
+    ├── NonFinite          a loss or gradient was infinite or not a number
+    ├── SyncError          gradients of ranks cannot be combined as the code asks
+    └── CheckpointError    a checkpoint cannot be written or read
 """
 
 from __future__ import annotations

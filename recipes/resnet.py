@@ -1,7 +1,7 @@
 """ResNets of torchvision on images: the quickstart trains on scikit-learn's digits, the full run on an ImageNet folder.
 
-    python -m fasttrain --config configs/resnet_digits.yaml
-    torchrun --nproc-per-node 8 -m fasttrain --config configs/resnet50_imagenet.yaml
+python -m fasttrain --config configs/resnet_digits.yaml
+torchrun --nproc-per-node 8 -m fasttrain --config configs/resnet50_imagenet.yaml
 """
 
 from __future__ import annotations
@@ -77,7 +77,9 @@ class ResNet(Trainer):
 
     def loss(self, output: Any, batch: Any) -> Any:
         """Mean cross-entropy."""
-        return F.cross_entropy(output, batch[1], label_smoothing=self.config.label_smoothing if self.model.training else 0.0)
+        return F.cross_entropy(
+            output, batch[1], label_smoothing=self.config.label_smoothing if self.model.training else 0.0
+        )
 
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         """Share of images whose likeliest class is the true one."""
@@ -111,7 +113,11 @@ def shifted(images: Any, by: int, fill: float = -1.0) -> Any:
     down, right = torch.randint(2 * by + 1, (2, count))
     rows = down[:, None] + torch.arange(height)
     columns = right[:, None] + torch.arange(width)
-    return padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]].permute(0, 3, 1, 2).contiguous()
+    return (
+        padded[torch.arange(count)[:, None, None], :, rows[:, :, None], columns[:, None, :]]
+        .permute(0, 3, 1, 2)
+        .contiguous()
+    )
 
 
 def image_folder(config: ImageData) -> Data:

@@ -70,7 +70,18 @@ def test_pieces_are_views():
         (dict(epoch=3), "it has no tensor with a dim 0"),
         (dict(x=torch.zeros(5, 3)), "holds 5"),
     ],
-    ids=["sized images", "list of images", "boxes", "packed", "one row", "time first", "shared", "object", "none", "short"],
+    ids=[
+        "sized images",
+        "list of images",
+        "boxes",
+        "packed",
+        "one row",
+        "time first",
+        "shared",
+        "object",
+        "none",
+        "short",
+    ],
 )
 def test_a_batch_that_cannot_be_cut_is_refused_with_one_message(batch, told):
     with pytest.raises(BatchError) as error:

@@ -72,7 +72,9 @@ BOUND = 1e-6
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize("cut", ["accumulation.num=1", "accumulation.num=2", "accumulation.num=4", "accumulation.size=7"])
+@pytest.mark.parametrize(
+    "cut", ["accumulation.num=1", "accumulation.num=2", "accumulation.num=4", "accumulation.size=7"]
+)
 def test_microbatches_give_the_gradient_of_the_whole_batch(recipe, cut):
     loss, grads = gradients_of(*RECIPES[recipe])
     cut_loss, cut_grads = gradients_of(*RECIPES[recipe], "accumulation=microbatches", cut)

@@ -58,7 +58,13 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, precision, optimi
             if record["step"] == 5:
                 self.run.request_stop("test")
 
-    settings = {**EVERYTHING, "precision": precision, "optimizer": {"name": optimizer, "lr": 0.01}, "batch_size": 8, "epochs": 4}
+    settings = {
+        **EVERYTHING,
+        "precision": precision,
+        "optimizer": {"name": optimizer, "lr": 0.01},
+        "batch_size": 8,
+        "epochs": 4,
+    }
     watcher, first, second = Recorder(), Stop(), Recorder()
     straight = Noisy(**settings, run={"dir": str(tmp_path), "name": "straight"}, observers=[watcher])
     straight.fit()
@@ -95,7 +101,12 @@ def test_a_finished_run_is_left_untouched(tmp_path, capsys):
 
 
 def test_resume_takes_a_path_to_a_run_or_to_one_of_its_checkpoints(tmp_path):
-    settings = {"batch_size": 8, "steps": 4, "checkpoint": {"every": 1, "keep": 3}, "run": {"dir": str(tmp_path), "name": "a", "id": "b"}}
+    settings = {
+        "batch_size": 8,
+        "steps": 4,
+        "checkpoint": {"every": 1, "keep": 3},
+        "run": {"dir": str(tmp_path), "name": "a", "id": "b"},
+    }
     Mlp(**settings).fit()
     run_dir = tmp_path / "a" / "b"
     assert [checkpoint.step for checkpoint in checkpoints_in(run_dir)] == [2, 3, 4]

@@ -83,7 +83,13 @@ def test_an_own_loss_alone_is_enough():
 @pytest.mark.parametrize("num", [1, 2, 3, 4, 8])
 def test_microbatches_give_the_gradient_of_the_whole_batch(num):
     whole = Mlp(batch_size=8, steps=5, optimizer={"name": "sgd", "lr": 0.1}, **QUIET)
-    cut = Mlp(batch_size=8, steps=5, optimizer={"name": "sgd", "lr": 0.1}, accumulation={"name": "microbatches", "num": num}, **QUIET)
+    cut = Mlp(
+        batch_size=8,
+        steps=5,
+        optimizer={"name": "sgd", "lr": 0.1},
+        accumulation={"name": "microbatches", "num": num},
+        **QUIET,
+    )
     whole.fit()
     cut.fit()
     # float32 sums in another order: 5 steps of rounding at 6e-8 each.
@@ -96,7 +102,9 @@ def test_a_ragged_last_batch_is_its_own_mean():
 
     results = {}
     for size in (8, 3):
-        trainer = Ragged(batch_size=8, epochs=2, optimizer="sgd", accumulation={"name": "microbatches", "size": size}, **QUIET)
+        trainer = Ragged(
+            batch_size=8, epochs=2, optimizer="sgd", accumulation={"name": "microbatches", "size": size}, **QUIET
+        )
         assert trainer.fit()["steps"] == 6
         results[size] = state(trainer)
     assert largest_difference(results[8], results[3]) < 1e-6
@@ -120,7 +128,9 @@ def test_two_means_in_one_loss_are_weighted_apart():
 
     results = []
     for num in (1, 2, 4):
-        trainer = TwoMeans(batch_size=24, steps=4, optimizer="sgd", accumulation={"name": "microbatches", "num": num}, **QUIET)
+        trainer = TwoMeans(
+            batch_size=24, steps=4, optimizer="sgd", accumulation={"name": "microbatches", "num": num}, **QUIET
+        )
         trainer.fit()
         results.append(state(trainer))
     assert largest_difference(results[0], results[1]) < 1e-6
@@ -231,7 +241,17 @@ def test_a_run_folder_holds_all_that_a_run_is(tmp_path):
     steps = [line for line in lines if "loss" in line]
     assert [line["step"] for line in steps] == [2, 4]
     for line in steps:
-        assert {"samples", "epoch", "loss", "lr", "grad_norm", "step_time_s", "data_wait_s", "samples_per_s", "memory"} <= set(line)
+        assert {
+            "samples",
+            "epoch",
+            "loss",
+            "lr",
+            "grad_norm",
+            "step_time_s",
+            "data_wait_s",
+            "samples_per_s",
+            "memory",
+        } <= set(line)
 
 
 def test_a_run_id_is_not_written_over(tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
@@ -126,8 +127,10 @@ def _train(arguments: argparse.Namespace) -> int:
     if resolved.trainer is None:
         raise ConfigError(f"{config}: trainer is not set; name the class, for example trainer: recipes.resnet:ResNet.")
     launched = "TORCHELASTIC_RUN_ID" in os.environ
+    shown = sys.stderr if arguments.json else sys.stdout  # standard output is for the one object alone
     try:
-        summary = resolved.trainer(_named(resolved, Path(config).stem)).fit()
+        with contextlib.redirect_stdout(shown):
+            summary = resolved.trainer(_named(resolved, Path(config).stem)).fit()
     except FasttrainError:
         raise
     except Exception as error:

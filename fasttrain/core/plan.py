@@ -48,6 +48,23 @@ class Nest:
             context.__exit__(*error)
 
 
+class _OwnMicrobatch:
+    """A microbatch in the user's own step: `Plan.backward` inside it must not begin another."""
+
+    __slots__ = ("context", "plan")
+
+    def __init__(self, plan: Plan, context: AbstractContextManager[Any]) -> None:
+        self.plan, self.context = plan, context
+
+    def __enter__(self) -> None:
+        self.context.__enter__()
+        self.plan._in_own_microbatch = True
+
+    def __exit__(self, *error: Any) -> None:
+        self.plan._in_own_microbatch = False
+        self.context.__exit__(*error)
+
+
 def bind(kind: str, functions: list[Callable[..., Any]], default: Callable[..., Any]) -> Callable[..., Any]:
     """One callable for a verb: the default where nobody acts, the one bound method, or a closure over several."""
     if not functions:
@@ -94,7 +111,8 @@ class Plan:
             if verb in ("dtypes", "around", "gradients", "update", "updated", "report", "state_dict"):
                 continue
             default = defaults.get(verb) or {FOLD: _same, NEST: _no_context, ORDER: _nothing}[kind]
-            setattr(self, verb, bind(kind, self._acting(verb), default))
+            name = "_microbatch" if verb == "microbatch" else verb
+            setattr(self, name, bind(kind, self._acting(verb), default))
         self._acting("dtypes")  # asked before there is a plan, but two owners are a conflict all the same
         self._reduce = self._acting("gradients")
         self._update = (self._acting("update") or [step_unless])[0]
@@ -104,7 +122,8 @@ class Plan:
         for wrap in reversed(self._acting("around")):  # the first slot ends up outermost
             self.gradients_of = wrap(self.gradients_of)
         self._refused: dict[int, Any] = {}
-        self._empty = self._was_empty = False
+        self._empty = self._was_empty = self._in_own_microbatch = False
+        self._together = any(strategy.forwards_together for strategy in self.strategies.values())
         # What the microbatch in work weighs; None: it is the whole step.
         self.weight: Any = None
         self.watch_norm = False
@@ -115,7 +134,7 @@ class Plan:
     optimizer: Callable[[Any], Any]
     batch: Callable[[Any], Any]
     split: Callable[[Task, Any], list[Any]]
-    microbatch: Callable[[bool], AbstractContextManager[Any]]
+    _microbatch: Callable[[bool], AbstractContextManager[Any]]
     forward: Callable[[], AbstractContextManager[Any]]
     scale: Callable[[Any], Any]
     forward_backward: Callable[[Task, list[Any], Any], Any]
@@ -153,10 +172,12 @@ class Plan:
         """The plain way: one microbatch after another."""
         total, last = None, len(microbatches) - 1
         for i, microbatch in enumerate(microbatches):
-            with self.microbatch(i == last):
+            with self._microbatch(i == last):
                 if weights is not None:
                     self.weight = weights[i]
                     if self.weight is None:
+                        if self._together:
+                            self._keep_step(task, microbatch)
                         continue
                 with self.forward():
                     loss = weighted(task.compute_loss(microbatch), self.weight)
@@ -165,9 +186,27 @@ class Plan:
             total = loss if total is None else total + loss
         return torch.zeros((), device=self.context.device) if total is None else total
 
+    def _keep_step(self, task: Task, microbatch: Any) -> None:
+        """Nothing counts here, but forwards of the other ranks wait for this one's: go along, and add nothing."""
+        with self.forward():
+            nothing = task.nothing(microbatch)
+        nothing.backward()
+
+    def microbatch(self, is_last: bool) -> AbstractContextManager[Any]:
+        """Around forward and backward of a microbatch of your own; gradients travel only on the last of a step.
+
+        Inside, `plan.forward()` stands around the forward, and `plan.backward(loss)` does the backward.
+        """
+        if self._microbatch is _no_context:
+            return NO_CONTEXT
+        return _OwnMicrobatch(self, self._microbatch(is_last))
+
     def backward(self, loss: Any, is_last: bool = True) -> None:
-        """One backward pass of your own: `is_last=False` for all but the last of a step."""
-        with self.microbatch(is_last):
+        """One backward pass of your own. Outside of `microbatch`: `is_last=False` for all but the last of a step."""
+        if self._in_own_microbatch:
+            self.scale(loss).backward()
+            return
+        with self._microbatch(is_last):
             self.scale(loss).backward()
 
     # ---- update

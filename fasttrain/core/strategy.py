@@ -82,6 +82,8 @@ class Strategy:
     slot: ClassVar[str]
     name: ClassVar[str]
     clashes: ClassVar[tuple[Clash, ...]] = ()
+    # Whether forwards of several ranks wait for each other, so that every rank must run each of them.
+    forwards_together: ClassVar[bool] = False
     Config: ClassVar[type] = NoConfig
     # The bound lines of the step (`forward`, `scale`, `microbatch`, `refused`); set by the plan.
     lines: Any = None

@@ -9,7 +9,7 @@ from typing import Any
 from fasttrain.core.batch import Microbatches, cut, num_samples
 from fasttrain.core.strategy import Context
 from fasttrain.errors import BatchError, ConfigError
-from fasttrain.lazy import dist, torch
+from fasttrain.lazy import dist, pytree, torch
 
 
 @dataclass(slots=True)
@@ -30,7 +30,7 @@ class Fed:
 class Task:
     """The user's side of a step. Strategies see this, never the trainer.
 
-    `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the trainer gives them apart.
+    `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the loss is made of them.
     `counted` is what the last step counted over all ranks, where the host knows.
     """
 
@@ -53,6 +53,12 @@ class Task:
         """Samples this rank holds of the batch."""
         fed = self.known(batch)
         return fed.samples if fed is not None else num_samples(batch)
+
+    def nothing(self, batch: Any) -> Any:
+        """A zero that hangs on the whole graph of a forward; its gradients are zeros even where no mean exists."""
+        if self.inputs is None:
+            return sum_of(self.compute_loss(batch)) * 0.0
+        return sum_of(self.model(*self.inputs(batch))) * 0.0
 
     def split(self, batch: Any, n: int) -> list[Any]:
         """Cut a batch into `n` microbatches, as the user does it or along dim 0.
@@ -124,6 +130,12 @@ def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context
     return [None if all(w is None for w in row) else dict(zip(names, row, strict=True)) for row in rows]
 
 
+def sum_of(tree: Any) -> Any:
+    """The sum of everything in a tree of tensors that a gradient can flow to."""
+    leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
+    return sum(leaf.sum() for leaf in leaves[1:]) + leaves[0].sum()
+
+
 def _count(count: Callable[[Any], Any], microbatch: Any) -> Any:
     return 0 if microbatch is None else count(microbatch)
 
@@ -171,7 +183,9 @@ def weighted(loss: Any, weight: Weight) -> Any:
         if weight is None:
             return loss
         if isinstance(weight, Mapping):
-            raise ConfigError(f"count gives {sorted(weight)} but the loss is one number; return dicts of the same keys.")
+            raise ConfigError(
+                f"count gives {sorted(weight)} but the loss is one number; return dicts of the same keys."
+            )
         return loss * weight
     if isinstance(weight, Mapping):
         if set(weight) != set(loss):

@@ -23,7 +23,9 @@ SHAPES: dict[str, tuple[type[nn.Module], list[int]]] = {
 
 def group_norm(channels: int) -> nn.GroupNorm:
     """GroupNorm with groups of at least 8 channels, at most 32 of them. Source: Wu and He 2018, arXiv:1803.08494."""
-    groups = max(divisor for divisor in range(1, 33) if channels % divisor == 0 and channels // divisor >= min(8, channels))
+    groups = max(
+        divisor for divisor in range(1, 33) if channels % divisor == 0 and channels // divisor >= min(8, channels)
+    )
     return nn.GroupNorm(groups, channels)
 
 

@@ -39,6 +39,7 @@ class Sync(Strategy):
     """
 
     slot, name = "batch_norm", "sync"
+    forwards_together = True
     Config = NoConfig
 
     def model(self, model: nn.Module) -> nn.Module:

@@ -76,6 +76,21 @@ class Feed:
             )
         return epochs * self.steps_per_epoch
 
+    def check(self, plan: Plan) -> None:
+        """Refuse a last step with fewer samples than ranks, where every rank must compute in each step.
+
+        Raises:
+            ConfigError: there would be one.
+        """
+        rest = self.order.end % self.settings.batch_size if self.order is not None else 0
+        waiting = [f"{s.slot}={s.name}" for s in plan.strategies.values() if s.forwards_together]
+        if waiting and 0 < rest < self.world.size:
+            raise ConfigError(
+                f"the last step of an epoch has {rest} of {self.order.end} samples for {self.world.size} ranks, and with "
+                f"{', '.join(waiting)} every rank needs one; choose another batch_size, or limit_batches="
+                f"{self.order.end // self.settings.batch_size}."
+            )
+
     @property
     def epochs_done(self) -> float:
         """Epochs seen so far, with their fraction."""

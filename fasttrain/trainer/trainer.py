@@ -78,6 +78,7 @@ class Trainer:
         self.data = self.build_data()
         self.feed = Feed(self.data, self.config, self.world)
         self.plan = build_plan(self.resolved, self.context())
+        self.feed.check(self.plan)
         seed_everything(self.seed)
         self.model = self.plan.model(self.place(self.build_model()))
         self.optimizers = self._build_optimizers()
@@ -112,7 +113,9 @@ class Trainer:
 
     def loss(self, output: Any, batch: Any) -> Any:
         """Mean loss over what is counted: 0-dim; or a dict of such means, with the same keys in `count`."""
-        raise NotImplementedError(f"{type(self).__name__}: override loss(self, output, batch) or compute_loss(self, batch).")
+        raise NotImplementedError(
+            f"{type(self).__name__}: override loss(self, output, batch) or compute_loss(self, batch)."
+        )
 
     def compute_loss(self, batch: Any) -> Any:
         """The loss of a microbatch. Overriding this alone is fine for everything but pipeline parallelism."""
@@ -226,12 +229,13 @@ class Trainer:
 
     def _task(self) -> Task:
         given = type(self)
+        apart = given.compute_loss is Trainer.compute_loss
         return Task(
             model=self.model,
             compute_loss=self.compute_loss,
             count=None if given.count is Trainer.count else self.count,
-            inputs=self.inputs,
-            loss=self.loss,
+            inputs=self.inputs if apart else None,
+            loss=self.loss if apart else None,
             cut=None if given.split is Trainer.split else self.split,
             whole_batch_loss=self.whole_batch_loss,
         )

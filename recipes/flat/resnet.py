@@ -1,6 +1,6 @@
 """The quickstart in plain PyTorch: no Trainer, no plan, no strategy. It is what the framework is compared with, bit for bit.
 
-    python -m recipes.flat.resnet --steps 460
+python -m recipes.flat.resnet --steps 460
 """
 
 from __future__ import annotations

@@ -258,7 +258,7 @@ def test_one_rank_needs_no_averaging() -> None:
     plan, model = Plan([strategy], Context(device=CPU)), nn.Linear(2, 2)
     assert plan.model(model) is model
     assert strategy.averager is None
-    assert plan.microbatch(True) is plan.microbatch(False) is plan.evaluating(model) is NO_CONTEXT
+    assert plan._microbatch(True) is plan._microbatch(False) is plan.evaluating(model) is NO_CONTEXT
     assert strategy.state_dict() == {}
 
 
