@@ -40,7 +40,9 @@ Block = Callable[[int], None]
 # ---- the flat loops: one step for each batch, figures read every ten steps
 
 
-def flat_block(model: nn.Module, optimizer: Any, batches: Iterator[Any], loss_of: Callable[[Any, Any], Any], after: Any = None) -> Block:
+def flat_block(
+    model: nn.Module, optimizer: Any, batches: Iterator[Any], loss_of: Callable[[Any, Any], Any], after: Any = None
+) -> Block:
     """A hand-written loop."""
 
     def block(steps: int) -> None:
@@ -122,7 +124,10 @@ def resnet() -> tuple[Block, Block, Block, int]:
     from recipes.flat.resnet import MOMENTUM, WEIGHT_DECAY
     from recipes.resnet import digits
 
-    resolved = load(ROOT / "configs" / "resnet_digits.yaml", ["run.dir=null", "log.every=10", "steps=1000000", "data.shift=0", "evaluate.every=1000000"])
+    resolved = load(
+        ROOT / "configs" / "resnet_digits.yaml",
+        ["run.dir=null", "log.every=10", "steps=1000000", "data.shift=0", "evaluate.every=1000000"],
+    )
     trainer = resolved.trainer(resolved)
     data = digits(0)
 
@@ -136,7 +141,9 @@ def resnet() -> tuple[Block, Block, Block, int]:
     def flat() -> Block:
         torch.manual_seed(0)
         m = build_resnet("resnet8", num_classes=10, channels=1, stem="small", width=32)
-        optimizer = torch.optim.SGD(m.parameters(), lr=0.01, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True)
+        optimizer = torch.optim.SGD(
+            m.parameters(), lr=0.01, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
+        )
         return flat_block(m, optimizer, batches(), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
     return flat(), flat(), trainer_block(trainer), 23
@@ -144,7 +151,10 @@ def resnet() -> tuple[Block, Block, Block, int]:
 
 def bert() -> tuple[Block, Block, Block, int]:
     """Masked-LM pretraining of the tiny BERT."""
-    resolved = load(ROOT / "configs" / "bert_docstrings.yaml", ["run.dir=null", "log.every=10", "evaluate.every=1000000", "epochs=null", "steps=1000000"])
+    resolved = load(
+        ROOT / "configs" / "bert_docstrings.yaml",
+        ["run.dir=null", "log.every=10", "evaluate.every=1000000", "epochs=null", "steps=1000000"],
+    )
     trainer = resolved.trainer(resolved)
     config, text = flat_bert.Config(), flat_bert.corpus(flat_bert.Config().data)
 
@@ -158,9 +168,14 @@ def bert() -> tuple[Block, Block, Block, int]:
     def flat() -> Block:
         torch.manual_seed(0)
         m = flat_bert.build_model(text, config)
-        optimizer = torch.optim.AdamW(m.parameters(), lr=1e-4, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True)
+        optimizer = torch.optim.AdamW(
+            m.parameters(), lr=1e-4, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+        )
         return flat_block(
-            m, optimizer, batches(), lambda m, b: flat_bert.loss_of(m, b)[0],
+            m,
+            optimizer,
+            batches(),
+            lambda m, b: flat_bert.loss_of(m, b)[0],
             after=lambda m: nn.utils.clip_grad_norm_(m.parameters(), config.max_norm),
         )
 
@@ -218,7 +233,9 @@ def compare(name: str, make: Callable[[], tuple[Block, Block, Block, int]], roun
 
 def commit() -> str:
     """The commit that was measured."""
-    return subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    return subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
+    ).stdout.strip()
 
 
 def main() -> None:
@@ -236,7 +253,12 @@ def main() -> None:
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row)
     if arguments.save:
-        common = {"date": datetime.date.today().isoformat(), "commit": commit(), "torch": torch.__version__, "device": platform.processor() or platform.machine()}
+        common = {
+            "date": datetime.date.today().isoformat(),
+            "commit": commit(),
+            "torch": torch.__version__,
+            "device": platform.processor() or platform.machine(),
+        }
         new = not RESULTS.exists()
         with RESULTS.open("a", newline="") as file:
             writer = csv.DictWriter(file, [*common, *rows[0]])

@@ -29,7 +29,9 @@ def command(*words: str, ranks: int = 1) -> list[str]:
     return [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(ranks), "-m", "fasttrain", *words]
 
 
-def run(*words: str, ranks: int = 1, timeout: float = 200, cwd: Path = ROOT, **more: str) -> subprocess.CompletedProcess:
+def run(
+    *words: str, ranks: int = 1, timeout: float = 200, cwd: Path = ROOT, **more: str
+) -> subprocess.CompletedProcess:
     """Run to the end; output as text."""
     return subprocess.run(
         command(*words, ranks=ranks), cwd=cwd, env=environment(**more), capture_output=True, text=True, timeout=timeout
@@ -109,12 +111,14 @@ def alive(pid: int) -> bool:
 
 def weights(run_dir: Path) -> dict:
     """All tensors of the newest checkpoint of a run."""
-    from fasttrain.checkpoint import load_tensors, newest, stored_tensors
-
     import torch
+
+    from fasttrain.checkpoint import load_tensors, newest, stored_tensors
 
     checkpoint = newest(run_dir)
     assert checkpoint is not None, f"no checkpoint in {run_dir}"
-    tensors = {name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()}
+    tensors = {
+        name: torch.zeros(shape, dtype=dtype) for name, (shape, dtype) in stored_tensors(checkpoint.path).items()
+    }
     load_tensors(checkpoint.path, tensors)
     return tensors

@@ -95,7 +95,8 @@ def test_five_mistakes_are_told_at_once_without_torch(tmp_path, command):
     for line, word in ((2, "batch_size"), (3, "epochs"), (4, "sgd"), (5, "max_norm"), (6, "warmup")):
         assert any(f"five.yaml:{line}:" in one and word in one for one in told.splitlines()), told
     assert "5 problems" in told
-    code = "import sys; from fasttrain.cli import main; code = main(sys.argv[1:]); sys.exit(9 if 'torch._C' in sys.modules else code)"
+    code = "import sys; from fasttrain.cli import main; code = main(sys.argv[1:])\n"
+    code += "sys.exit(9 if 'torch._C' in sys.modules else code)"
     again = subprocess.run(
         [sys.executable, "-c", code, *command, "--config", str(config)], cwd=ROOT, capture_output=True
     )

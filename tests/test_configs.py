@@ -59,7 +59,8 @@ def test_two_steps_of_the_imagenet_run_on_tiny_images(tmp_path):
 
 
 def test_two_steps_of_the_bert_base_run_on_a_small_text(tmp_path):
-    words = "the model learns to guess what was hidden from it by looking at all the words around the hole".split()
+    text = "the model learns to guess what was hidden from it by looking at all the words around the hole"
+    words = text.split()
     rng = np.random.default_rng(0)
     text = "\n\n".join(" ".join(rng.permutation(words)) for _ in range(400))
     (tmp_path / "text.txt").write_text(text)

@@ -127,7 +127,7 @@ def stored_tensors(path: Path) -> dict[str, tuple[Any, Any]]:
     """Shape and dtype of every tensor of a checkpoint, by name."""
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
-    metadata = HuggingFaceStorageReader(str(path)).read_metadata()
+    metadata: Any = HuggingFaceStorageReader(str(path)).read_metadata()
     scalars = set(load_plain(path)["scalars"])
     return {
         name: (torch.Size() if name in scalars else entry.size, entry.properties.dtype)

@@ -17,7 +17,7 @@ def explain(config: str, overrides: Sequence[str], as_json: bool) -> int:
     resolved = load(config, overrides)
     lines = lines_of(resolved.classes())
     if as_json:
-        told = {"config": resolved.as_dict(), "step": {verb: acting for verb, acting in lines}}
+        told = {"config": resolved.as_dict(), "step": dict(lines)}
         sys.stdout.write(json.dumps(told) + "\n")
         return EXIT_DONE
     sys.stdout.write(resolved.to_yaml().rstrip() + "\n\n")

@@ -8,6 +8,7 @@ into slices of channels without a word.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -66,7 +67,7 @@ def cut(batch: Any, n: int, expected: int | None = None) -> list[Any]:
     """
     size = num_samples(batch, expected)
     bounds = [size * i // n for i in range(n + 1)]
-    return pieces(batch, list(zip(bounds[:-1], bounds[1:], strict=True)))
+    return pieces(batch, list(itertools.pairwise(bounds)))
 
 
 def pieces(batch: Any, spans: list[tuple[int, int]]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -156,7 +157,7 @@ def _number(value: Any) -> float:
 def _host_sums(table: list[list[float]], total: float | None, context: Context) -> list[float]:
     if total is not None:
         return [total]
-    sums = [sum(column) for column in zip(*table, strict=True)]
+    sums = [math.fsum(column) for column in zip(*table, strict=True)]
     if context.data_ranks == 1:
         return sums
     together = torch.tensor(sums, dtype=torch.float64)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import random
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, cast
 
 from fasttrain.core.batch import num_samples, pieces
 from fasttrain.data.data import Data, batches_of, form, take
@@ -103,7 +103,7 @@ class Keys:
 def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
     workers = data.num_workers if len(keys) else 0
     return torch.utils.data.DataLoader(
-        SeededSamples(source, seed, in_worker=workers > 0),
+        cast(Any, SeededSamples(source, seed, in_worker=workers > 0)),
         batch_sampler=keys,
         num_workers=workers,
         collate_fn=data.collate,

@@ -108,7 +108,7 @@ class Stopper:
         try:
             while not self._ended.wait(LOOK_EVERY_S):
                 if self._wants() and not self._store.check(["reason"]):
-                    self._store.set("reason", self.reason)
+                    self._store.set("reason", self.reason or "asked")
                 if self._store.check(["reason"]):
                     with self._lock:
                         self._pending = True

@@ -50,7 +50,7 @@ def build_resnet(
     if name not in SHAPES:
         raise ConfigError(f"there is no ResNet '{name}'; {did_you_mean(name, SHAPES)}")
     block, stages = SHAPES[name]
-    model = _ResNet(block, stages, num_classes, group_norm if norm == "group" else nn.BatchNorm2d, width)
+    model: Any = _ResNet(block, stages, num_classes, group_norm if norm == "group" else nn.BatchNorm2d, width)
     if stem == "small":
         model.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
         model.maxpool = nn.Identity()
@@ -87,9 +87,9 @@ class _ResNet(TorchvisionResNet):
                 nn.init.constant_(module.weight, 1)
                 nn.init.constant_(module.bias, 0)
 
-    def forward(self, images: Any) -> Any:
+    def forward(self, x: Any) -> Any:
         """Logits of images."""
-        x = self.maxpool(self.relu(self.bn1(self.conv1(images))))
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
         for i in range(self.num_stages):
             x = getattr(self, f"layer{i + 1}")(x)
         return self.fc(self.avgpool(x).flatten(1))

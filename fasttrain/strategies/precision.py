@@ -28,10 +28,10 @@ def set_fp32_precision(precision: str) -> None:
 
     Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
     """
-    torch.backends.fp32_precision = precision
-    torch.backends.cuda.matmul.fp32_precision = precision
-    torch.backends.cudnn.conv.fp32_precision = precision
-    torch.backends.cudnn.rnn.fp32_precision = precision
+    backends: Any = torch.backends
+    backends.fp32_precision = precision
+    for products in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
+        products.fp32_precision = precision
 
 
 @final

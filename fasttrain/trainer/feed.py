@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -82,7 +82,9 @@ class Feed:
         Raises:
             ConfigError: there would be one.
         """
-        rest = self.order.end % self.settings.batch_size if self.order is not None else 0
+        if self.order is None:
+            return
+        rest = self.order.end % self.settings.batch_size
         waiting = [f"{s.slot}={s.name}" for s in plan.strategies.values() if s.forwards_together]
         if waiting and 0 < rest < self.world.size:
             raise ConfigError(
@@ -190,7 +192,7 @@ def _leading(batch: Any) -> int:
 
 def _says_its_size(source: Any, number: int, held: int) -> bool:
     """Whether a batch smaller than its share is known to be the loader's short last one."""
-    size, step = getattr(source, "dataset", None), getattr(source, "batch_size", None)
-    if step is None or not hasattr(size, "__len__"):
+    dataset, step = getattr(source, "dataset", None), getattr(source, "batch_size", None)
+    if step is None or not isinstance(dataset, Sized):
         return False
-    return held == min(step, len(size) - number * step)
+    return held == min(step, len(dataset) - number * step)

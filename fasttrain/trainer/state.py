@@ -70,7 +70,8 @@ def _optimizer_tensors(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]
 
 def rng_tensors(rank: int, device: Any) -> dict[str, Any]:
     """States of the random generators of this rank: torch's on host and device, numpy's and Python's."""
-    numpy_state, python_state = np.random.get_state(), random.getstate()
+    numpy_state: Any = np.random.get_state()
+    python_state = random.getstate()
     states = {
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.asarray(numpy_state[1]).astype("int64")),

@@ -21,8 +21,8 @@ from fasttrain.trainer.evaluation import evaluate
 from fasttrain.trainer.feed import Feed
 from fasttrain.trainer.figures import Figures
 from fasttrain.trainer.fit import fit
-from fasttrain.trainer.state import restore_state
 from fasttrain.trainer.setup import build_plan, completed, config_class, only_trains, seed_everything, set_determinism
+from fasttrain.trainer.state import restore_state
 
 
 @dataclass(slots=True)

@@ -1,7 +1,6 @@
 """Reported faults of learning rates that count the wrong thing, each kind by the name of its case."""
 
 # The names of the cases are written in capitals.
-# ruff: noqa: N802
 
 from __future__ import annotations
 
