@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, final
 
 from fasttrain.core.strategy import Strategy
+from fasttrain.errors import ConfigError, did_you_mean
 from fasttrain.lazy import torch
 from fasttrain.nn.forwards import replace_forward
 
@@ -26,8 +27,18 @@ def compile_blocks(blocks: Iterable[Any], config: BlocksConfig) -> int:
 
     Saves: time, by fusing what is between matrix products. Costs: compilation at the first steps.
     Weight names stay. Returns the number of blocks.
+
+    Raises:
+        ConfigError: torch has no such backend.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
+    try:
+        torch._dynamo.lookup_backend(config.backend)
+    except torch._dynamo.exc.InvalidBackend:
+        known = torch._dynamo.list_backends()
+        raise ConfigError(
+            f"compile.backend={config.backend}: torch knows no backend of that name; {did_you_mean(config.backend, known)}"
+        ) from None
     settings = {"backend": config.backend, "fullgraph": config.fullgraph, "dynamic": config.dynamic}
     if config.mode is not None:
         settings["mode"] = config.mode

@@ -1,0 +1,314 @@
+"""compile: how many graphs are made, and that they compute what eager code does."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch._dynamo.backends.registry import lookup_backend
+from torch.nn import functional as F
+
+from fasttrain import ConfigError, Data, lazy
+from fasttrain.models.bert import Bert
+from fasttrain.models.bert_config import BertConfig
+from fasttrain.models.resnet import build_resnet
+from fasttrain.nn.blocks import find_blocks
+from fasttrain.nn.recompute import checkpoint_blocks
+from fasttrain.strategies.compile import BlocksConfig, compile_blocks
+from tests.helpers import QUIET, Recorder, largest_difference, points, state
+from tests.stack import Restless, Stack, StackModel, gradients
+
+# dynamo looks at it and hides the warning by itself, but not where warnings are errors. torch 2.14.1.
+pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+GRAPHS: list[torch.fx.GraphModule] = []
+
+
+def counting(graph, inputs):
+    """aot_eager, writing down each graph it is given."""
+    GRAPHS.append(graph)
+    return lookup_backend("aot_eager")(graph, inputs)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def backend():
+    torch._dynamo.register_backend(counting, name="counting")
+
+
+@pytest.fixture(autouse=True)
+def afresh():
+    config = torch._dynamo.config
+    limits = config.recompile_limit, config.accumulated_recompile_limit
+    torch.compiler.reset()
+    GRAPHS.clear()
+    yield
+    config.recompile_limit, config.accumulated_recompile_limit = limits
+
+
+COUNTING = BlocksConfig(backend="counting")
+SETTING = {"name": "blocks", "backend": "counting"}
+
+
+def grads_of(model, x):
+    output = model(x)
+    output.square().mean().backward()
+    found = {**gradients(model), "output": output.detach()}
+    model.zero_grad()
+    return found
+
+
+def test_blocks_of_one_class_share_a_graph():
+    torch.manual_seed(0)
+    plain, model = StackModel(blocks=5), StackModel(blocks=5)
+    model.load_state_dict(plain.state_dict())
+    names = list(model.state_dict())
+    assert compile_blocks(model.blocks, COUNTING) == 5
+    assert list(model.state_dict()) == names
+    x, _ = points()
+    for _ in range(3):
+        assert largest_difference(grads_of(model, x), grads_of(plain, x)) < 1e-6
+    assert len(GRAPHS) == 1
+
+
+def test_a_bert_is_one_graph_whatever_its_depth():
+    model = Bert(BertConfig(vocabulary=50, width=16, layers=6, heads=2, feedforward=32, dropout=0.0), pooler=False)
+    compile_blocks(find_blocks(model), COUNTING)
+    model(torch.randint(50, (2, 12))).sum().backward()
+    assert len(GRAPHS) == 1
+
+
+def test_blocks_whose_shapes_differ_have_a_graph_each():
+    torch.manual_seed(0)
+    model = build_resnet("resnet8", num_classes=3, stem="small", width=8)
+    plain = build_resnet("resnet8", num_classes=3, stem="small", width=8)
+    plain.load_state_dict(model.state_dict())
+    compile_blocks(find_blocks(model), COUNTING)
+    x = torch.randn(4, 3, 8, 8)
+    assert largest_difference(grads_of(model, x), grads_of(plain, x)) < 1e-6
+    assert largest_difference(model.state_dict(), plain.state_dict()) < 1e-6  # running statistics
+    assert len(GRAPHS) == 3
+
+
+@pytest.mark.parametrize("recomputed", [False, True])
+def test_training_evaluation_and_a_short_last_batch_are_all_compiled(caplog, recomputed):
+    """Ten graphs of one function, where torch by itself stops at eight and goes on uncompiled."""
+
+    class Kinds(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.blocks = nn.ModuleList(block for width in (4, 6, 8, 10, 12) for block in StackModel(blocks=1).blocks)
+            for block, width in zip(self.blocks, (4, 6, 8, 10, 12), strict=True):
+                block.norm = nn.LayerNorm(width)
+                block.expand, block.contract = nn.Linear(width, width), nn.Linear(width, width)
+
+        def forward(self, x):
+            return sum(block(x[:, : block.norm.normalized_shape[0]]).sum() for block in self.blocks)
+
+    model = Kinds()
+    if recomputed:
+        checkpoint_blocks(model.blocks)
+    compile_blocks(model.blocks, COUNTING)
+    x = torch.randn(8, 12)
+    with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
+        for _ in range(2):
+            model.train()
+            model(x).backward()
+            model.eval()
+            with torch.no_grad():
+                model(x)
+        trained = len(GRAPHS)
+        model.train()
+        model(x[:5]).backward()
+    assert trained == 10
+    assert len(GRAPHS) == 15
+    assert "recompile_limit" not in caplog.text
+
+
+def test_the_limit_of_graphs_is_raised_and_never_lowered():
+    config = torch._dynamo.config
+    assert config.recompile_limit == 8
+    compile_blocks(StackModel(blocks=1).blocks, COUNTING)
+    assert config.recompile_limit == 8
+    compile_blocks(StackModel(blocks=40).blocks, COUNTING)
+    assert (config.recompile_limit, config.accumulated_recompile_limit) == (320, 320)
+    compile_blocks(StackModel(blocks=2).blocks, COUNTING)
+    assert config.recompile_limit == 320
+
+
+def test_a_short_last_batch_costs_one_graph_and_drops_no_sample():
+    """Batches of 8, 8, 5: the size becomes a symbol, and later sizes take the same graph."""
+
+    class Ragged(Stack):
+        def build_data(self):
+            return Data(train=points(21), shuffle=False)
+
+    results = []
+    for compile in (None, SETTING):
+        watcher = Recorder()
+        trainer = Ragged(batch_size=8, epochs=2, compile=compile, observers=[watcher], **QUIET)
+        assert trainer.fit()["samples"] == 42
+        results.append((state(trainer), [record["loss"] for record in watcher.steps]))
+    assert len(GRAPHS) == 2
+    assert largest_difference(results[0][0], results[1][0]) < 1e-5
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
+
+
+# ---- with checkpointing
+
+
+def operations(graph):
+    return [str(node.target) for node in graph.graph.nodes]
+
+
+def test_checkpointed_blocks_are_really_compiled_and_recomputed():
+    torch.manual_seed(0)
+    plain, model = StackModel(blocks=3), StackModel(blocks=3)
+    model.load_state_dict(plain.state_dict())
+    checkpoint_blocks(model.blocks)
+    compile_blocks(model.blocks, COUNTING)
+    x, _ = points()
+    assert largest_difference(grads_of(model, x), grads_of(plain, x)) < 1e-6
+    assert len(GRAPHS) == 1
+    assert any("checkpoint" in operation for operation in operations(GRAPHS[0])), (
+        "the recomputation is not in the graph"
+    )
+
+
+def test_block_compile_after_checkpointing_would_compile_nothing():
+    """Why the forward is compiled and not the module: nothing is said, and no graph is made."""
+    import functools
+
+    model = StackModel()
+    for block in model.blocks:
+        block.forward = functools.partial(
+            torch.utils.checkpoint.checkpoint, type(block).forward, block, use_reentrant=False
+        )
+        block.compile(backend="counting")
+    model(points()[0]).sum().backward()
+    assert GRAPHS == []
+
+
+@pytest.mark.parametrize("order", [["activation_checkpointing", "compile"], ["compile", "activation_checkpointing"]])
+def test_training_with_both_is_eager_training_whatever_the_order_in_the_config(order):
+    settings = {"activation_checkpointing": "full", "compile": SETTING}
+    trainer = Stack(batch_size=8, steps=4, optimizer="sgd", **{slot: settings[slot] for slot in order}, **QUIET)
+    plain = Stack(batch_size=8, steps=4, optimizer="sgd", **QUIET)
+    trainer.fit()
+    plain.fit()
+    assert len(GRAPHS) == 1
+    assert largest_difference(state(trainer), state(plain)) < 1e-6
+    assert list(trainer.model.state_dict()) == list(plain.model.state_dict())
+
+
+def test_statistics_of_batch_norm_move_once_under_both():
+    results = []
+    for compiled in (False, True):
+        torch.manual_seed(0)
+        model = StackModel(nn.BatchNorm1d)
+        if compiled:
+            checkpoint_blocks(model.blocks)
+            compile_blocks(model.blocks, COUNTING)
+        model(points()[0]).sum().backward()
+        results.append(dict(model.named_buffers()))
+    assert len(GRAPHS) == 1
+    assert results[1]["blocks.1.norm.num_batches_tracked"].item() == 1
+    assert largest_difference(*results) < 1e-6
+
+
+def test_the_mask_of_a_compiled_and_recomputed_dropout_is_the_same_in_forward_and_backward():
+    class Dropped(nn.Module):
+        def forward(self, x):
+            return F.dropout(x, 0.5) * x
+
+    block = Dropped()
+    checkpoint_blocks([block])
+    compile_blocks([block], COUNTING)
+    x = torch.ones(1000, requires_grad=True)
+    output = block(x)
+    torch.rand(17)
+    output.sum().backward()
+    assert len(GRAPHS) == 1
+    assert torch.equal(output == 0, x.grad == 0)
+    assert 400 < (x.grad == 0).sum() < 600
+
+
+# ---- the strategy
+
+
+def test_training_evaluation_and_their_switches_compile_no_more_graphs_than_kinds():
+    class Evaluated(Restless):
+        def build_data(self):
+            return Data(train=points(), evaluation=points(16, seed=4))
+
+    trainer = Evaluated(batch_size=8, steps=9, compile=SETTING, **QUIET)
+    trainer.fit()
+    assert len(GRAPHS) == 2  # training and evaluation; evaluated three times
+
+
+def test_only_what_the_trainer_names_as_blocks_is_compiled():
+    class Named(Stack):
+        def blocks(self, model):
+            return [model.head]
+
+    Named(batch_size=8, steps=1, compile=SETTING, **QUIET).fit()
+    assert len(GRAPHS) == 1
+    assert [o for o in operations(GRAPHS[0]) if "gelu" in o] == []
+
+
+def test_settings_reach_torch_compile(monkeypatch):
+    seen = []
+    monkeypatch.setattr(lazy.torch, "compile", lambda function, **settings: seen.append(settings) or function)
+    compile_blocks(StackModel(blocks=1).blocks, BlocksConfig())
+    compile_blocks(StackModel(blocks=1).blocks, BlocksConfig(mode="max-autotune", fullgraph=True, dynamic=False))
+    assert seen == [
+        {"backend": "inductor", "fullgraph": False, "dynamic": None},
+        {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": False},
+    ]
+
+
+def test_fullgraph_refuses_a_break_in_a_block_and_without_it_the_parts_are_compiled():
+    class Breaks(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(8, 8)
+
+        def forward(self, x):
+            x = self.linear(x)
+            torch._dynamo.graph_break()
+            return x.relu()
+
+    x, _ = points()
+    block = Breaks()
+    compile_blocks([block], COUNTING)
+    block(x).sum().backward()
+    assert len(GRAPHS) == 2
+    torch.compiler.reset()  # or the parts would be taken from before
+    block = Breaks()
+    compile_blocks([block], BlocksConfig(backend="counting", fullgraph=True))
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        block(x)
+
+
+def test_an_unknown_mode_is_refused_with_a_suggestion():
+    with pytest.raises(ConfigError, match=r"compile\.mode"):
+        Stack(batch_size=8, compile={"name": "blocks", "mode": "max-autotun"}, **QUIET)
+
+
+def test_an_unknown_backend_is_refused_before_the_first_step():
+    with pytest.raises(ConfigError, match=r"compile\.backend=inductr: .*did you mean 'inductor'"):
+        Stack(batch_size=8, compile={"name": "blocks", "backend": "inductr"}, **QUIET)
+
+
+@pytest.mark.slow
+def test_inductor_trains_as_eager_code_does():
+    results = []
+    for compile in (None, "blocks"):
+        watcher = Recorder()
+        settings = {"activation_checkpointing": "full", "compile": compile, "optimizer": "sgd"}
+        trainer = Stack(batch_size=8, steps=4, observers=[watcher], **settings, **QUIET)
+        trainer.fit()
+        results.append((state(trainer), [record["loss"] for record in watcher.steps]))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
+    assert largest_difference(results[0][0], results[1][0]) < 1e-5
+    assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
