@@ -154,6 +154,17 @@ def test_a_short_last_batch_costs_one_graph_and_drops_no_sample():
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-6)
 
 
+def test_after_the_second_size_every_size_takes_the_same_graph():
+    torch.manual_seed(0)
+    model = StackModel()
+    compile_blocks(model.blocks, COUNTING)
+    made = []
+    for size in (8, 5, 7, 3, 12):
+        model(points()[0][:size]).sum().backward()
+        made.append(len(GRAPHS))
+    assert made == [1, 2, 2, 2, 2]
+
+
 # ---- with checkpointing
 
 

@@ -194,6 +194,13 @@ def test_with_fp16_a_bad_step_halves_the_scale_once(nonfinite):
     assert [record["loss_scale"] for record in watcher.steps] == [256, 256, 128, 128]
 
 
+def test_an_overflow_of_fp16_ends_a_run_that_should_raise():
+    fp16 = {"name": "fp16", "init_scale": 2.0**24}
+    with pytest.raises(NonFinite, match="a gradient of step 1 was"):
+        make(precision=fp16, nonfinite="raise").fit()
+    assert make(precision=fp16, nonfinite="skip").fit()["refused_steps"] >= 1
+
+
 @pytest.mark.parametrize("num", [1, 4])
 def test_one_bad_microbatch_refuses_the_whole_step(num):
     class OneSample(Bad):
