@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from typing import Any
 
+from fasttrain.core.batch import Microbatches
 from fasttrain.core.slots import SLOTS, position
 from fasttrain.core.strategy import FOLD, NEST, NO_CONTEXT, ORDER, OWNER, VERBS, Context, Strategy, acts_on
 from fasttrain.core.task import Task, weighted, weights_of
@@ -123,6 +124,8 @@ class Plan:
             self.gradients_of = wrap(self.gradients_of)
         self._refused: dict[int, Any] = {}
         self._empty = self._was_empty = self._in_own_microbatch = False
+        self._whole = context.data_ranks == 1 and not self._acting("split") and not self._acting("forward_backward")
+        self._bare = not any(self._acting(verb) for verb in ("microbatch", "forward", "scale"))
         self._together = any(strategy.forwards_together for strategy in self.strategies.values())
         # What the microbatch in work weighs; None: it is the whole step.
         self.weight: Any = None
@@ -160,6 +163,8 @@ class Plan:
         The mean over data ranks of what is returned is the mean loss over everything counted in the step. `None` means
         that nothing counted at all: no gradients, and the step is refused.
         """
+        if self._whole and task.count is None and type(batch) is not Microbatches:
+            return self._one_forward_backward(task, batch)
         microbatches = self.split(task, batch)
         weights = weights_of(task, batch, microbatches, self.context)
         if weights == []:
@@ -167,6 +172,20 @@ class Plan:
             return None
         self.weight = None
         return self.forward_backward(task, microbatches, weights)
+
+    def _one_forward_backward(self, task: Task, batch: Any) -> Any:
+        """One microbatch on one rank: no weight, no sum."""
+        self.weight = None
+        if self._bare:
+            loss = task.compute_loss(batch)
+            loss = loss if type(loss) is torch.Tensor else weighted(loss, None)
+            loss.backward()
+            return loss.detach()
+        with self._microbatch(True):
+            with self.forward():
+                loss = weighted(task.compute_loss(batch), None)
+            self.scale(loss).backward()
+        return loss.detach()
 
     def _forward_backward(self, task: Task, microbatches: list[Any], weights: list[Any] | None) -> Any:
         """The plain way: one microbatch after another."""

@@ -11,6 +11,7 @@ from fasttrain.core.batch import num_samples, pieces
 from fasttrain.data.data import Data, batches_of, form, take
 from fasttrain.data.order import Order, share
 from fasttrain.data.seeds import mix
+from fasttrain.data.workers import read
 from fasttrain.lazy import np, torch
 
 
@@ -102,7 +103,7 @@ class Keys:
 
 def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
     workers = data.num_workers if len(keys) else 0
-    return torch.utils.data.DataLoader(
+    loader = torch.utils.data.DataLoader(
         cast(Any, SeededSamples(source, seed, in_worker=workers > 0)),
         batch_sampler=keys,
         num_workers=workers,
@@ -110,10 +111,11 @@ def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
         # Given, so that making an iterator draws nothing from the global generator.
         generator=torch.Generator().manual_seed(mix(seed, "workers")),
     )
+    return read(loader)
 
 
-def given_batches(source: Any, skip: int) -> Iterator[Any]:
-    """The batches that an iterable gives by itself, after the first `skip`, which are read and dropped."""
-    for number, batch in enumerate(batches_of(source)):
-        if number >= skip:
-            yield batch
+def given_batches(source: Any) -> Iterator[Any]:
+    """The batches that an iterable gives by itself."""
+    if isinstance(source, torch.utils.data.DataLoader):
+        source = read(source)
+    return batches_of(source)

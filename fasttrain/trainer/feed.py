@@ -32,6 +32,7 @@ class Feed:
 
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
         self.data, self.settings, self.world, self.device = data, settings, world, world.device
+        self._moves = world.device.type != "cpu"
         self.position = Position()
         self.samples = 0
         self._saw_whole_batch = False
@@ -46,6 +47,8 @@ class Feed:
         self.order = self._order(size) if size is not None else None
         self.steps_per_epoch = self._steps_per_epoch()
         self.total_steps = self._total_steps()
+        # The position at which an epoch is over, in what the position counts; None: only going through it tells.
+        self.epoch_end = self.steps_per_epoch if self.order is None else self.order.end
 
     def _order(self, size: int) -> Order:
         settings = self.settings
@@ -96,28 +99,24 @@ class Feed:
     @property
     def epochs_done(self) -> float:
         """Epochs seen so far, with their fraction."""
-        size = self.order.end if self.order is not None else self.steps_per_epoch
-        return self.position.epoch + (self.position.seen / size if size else 0.0)
+        return self.position.epoch + (self.position.seen / self.epoch_end if self.epoch_end else 0.0)
 
     def training(self, task: Task, plan: Plan) -> Iterator[Any]:
         """Training batches on the device, from the position on, without end. The position counts what was given."""
+        by_samples, end = self.order is not None, self.epoch_end
         while True:
+            position = self.position
             for batch, here, everywhere in self._epoch():
                 batch = self._deliver(batch, here, everywhere, task, plan)
-                self.position.seen += everywhere if self.order is not None else 1
+                position.seen += everywhere if by_samples else 1
                 self.samples += everywhere
-                over = self._epoch_is_over()
-                if over:
-                    self.position = Position(self.position.epoch + 1, 0)
-                yield batch
-                if over:
+                if end is not None and position.seen >= end:
+                    self.position = Position(position.epoch + 1, 0)
+                    yield batch
                     break
+                yield batch
             else:
-                self.position = Position(self.position.epoch + 1, 0)
-
-    def _epoch_is_over(self) -> bool:
-        end = self.order.end if self.order is not None else self.steps_per_epoch
-        return end is not None and self.position.seen >= end
+                self.position = Position(position.epoch + 1, 0)
 
     def _epoch(self) -> Iterator[tuple[Any, int, int]]:
         world, position = self.world, self.position
@@ -128,7 +127,7 @@ class Feed:
         return self._given(self.data.train, position.seen)
 
     def _given(self, source: Any, skip: int) -> Iterator[tuple[Any, int, int]]:
-        for number, batch in enumerate(given_batches(source, 0)):
+        for number, batch in enumerate(given_batches(source)):
             here = self._samples_in(batch, source, number)
             if number >= skip:
                 yield batch, here, here * self.world.size
@@ -140,6 +139,8 @@ class Feed:
         share, held = self.settings.batch_size // self.world.size, _leading(batch)
         # Once a whole batch came, dim 0 is known to be the samples, and a shorter one is a short last one.
         self._saw_whole_batch |= held == share
+        if held == share:
+            return share
         believed = self._saw_whole_batch or _says_its_size(source, number, held)
         return min(share, held) if believed else share
 
@@ -167,7 +168,7 @@ class Feed:
         fed = task.fed = Fed(batch, here, everywhere, exact=self.order is not None)
         if batch is None:  # this rank has no sample of a short last step
             return None
-        if self.device.type != "cpu":
+        if self._moves:
             if task.count is not None and everywhere:
                 fed.counts = [task.count(microbatch) for microbatch in plan.split(task, batch)]
             batch = map_tensors(self._to_device, batch)
