@@ -3,8 +3,9 @@
     python benchmarks/overhead.py [--rounds 9] [--save]
 
 Flat loop and Trainer take turns in blocks of steps within one process, on the same data; both read their figures every
-so many steps (100 for the MLP, 10 for the recipes). The figure is the median over rounds of the ratio of their times. Identical code against itself shows the noise of the method. Beside it: microseconds
-a step, and Python calls a step (counted apart, by the profiler of the interpreter).
+so many steps (100 for the MLP, 10 for the recipes). The figure is the median over rounds of the ratio of their times.
+Identical code against itself shows the noise of the method. Beside it: microseconds a step, and Python calls a step
+(counted apart, by the profiler of the interpreter).
 """
 
 from __future__ import annotations
