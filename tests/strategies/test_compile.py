@@ -40,6 +40,7 @@ def backend():
 def afresh():
     config = torch._dynamo.config
     limits = config.recompile_limit, config.accumulated_recompile_limit
+    config.recompile_limit, config.accumulated_recompile_limit = 8, 256  # torch's own, whatever ran before
     torch.compiler.reset()
     GRAPHS.clear()
     yield
