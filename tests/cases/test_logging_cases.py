@@ -526,7 +526,7 @@ QUICK: dict[str, dict[str, Any]] = {
     "accumulation": {"accumulation": {"name": "microbatches", "num": 3}},
     "raise": {"nonfinite": "raise"},
     "all": {
-        "precision": FP16,
+        "precision": "bf16",
         "gradient_clipping": "norm",
         "nonfinite": "raise",
         "schedule": "one_cycle",
