@@ -525,10 +525,10 @@ QUICK: dict[str, dict[str, Any]] = {
     },
     "accumulation": {"accumulation": {"name": "microbatches", "num": 3}},
     "raise": {"nonfinite": "raise"},
-    "all": {
+    "all at once": {
         "precision": "bf16",
         "gradient_clipping": "norm",
-        "nonfinite": "raise",
+        "nonfinite": "skip",
         "schedule": "one_cycle",
         "accumulation": {"name": "microbatches", "size": 2},
         "optimizer": "sgd",
