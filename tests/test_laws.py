@@ -11,7 +11,7 @@ import yaml
 from fasttrain import ConfigError
 from fasttrain.config import load
 from fasttrain.core.slots import SLOTS
-from fasttrain.registry import BUILT_IN
+from fasttrain.registry import BUILT_IN, find
 from tests.helpers import Recorder, largest_difference, state
 from tests.stack import Restless, Stack, is_finite, setting
 
@@ -41,6 +41,13 @@ COMPANY = {
     **setting("gradient_clipping", "norm"),
     **setting("nonfinite", "skip"),
 }
+
+
+def in_company(slot, name):
+    """A strategy with the others, but those it cannot live with."""
+    clashing = {clash.slot for clash in find(slot, name).clashes}
+    return {key: value for key, value in {**COMPANY, **setting(slot, name)}.items() if key not in clashing}
+
 
 # dynamo looks at it and hides the warning by itself, but not where warnings are errors. torch 2.14.1.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
@@ -117,7 +124,7 @@ def test_state_survives_save_and_load_in_mid_run_with_equal_losses(tmp_path, slo
 
 @every
 def test_the_order_of_slots_in_the_file_is_irrelevant(tmp_path, slot, name):
-    slots = {**COMPANY, **setting(slot, name)}
+    slots = in_company(slot, name)
     results = []
     for order in (list(slots), list(reversed(slots))):
         path = tmp_path / "config.yaml"
@@ -176,8 +183,21 @@ def test_every_pair_of_strategies_trains_or_explains_itself_before_the_first_ste
         assert largest_difference(state(trainer), start) > 0.0, (one, other)
         trained.append((one, other))
     assert len(trained) + len(explained) == len(PAIRS) >= 153
-    assert [pair for *pair, _ in explained] == [list(pair) for pair in PAIRS if set(pair) & set(REFUSED)]
-    assert all("; use " in why for *_, why in explained)
+    assert [pair for *pair, _ in explained] == [
+        list(pair) for pair in PAIRS if set(pair) & set(REFUSED) or clash(*pair)
+    ]
+    assert len([pair for pair in PAIRS if clash(*pair)]) >= 1
+    # Each says what to write instead, for what this device lacks as for what does not go together.
+    assert all("; use " in why or "cannot be used with" in why for *_, why in explained)
+
+
+def clash(one, other):
+    """Whether one of two strategies declares that it cannot live with the other."""
+    return any(
+        (declared.slot, declared.name) in ((b[0], b[1]), (b[0], None))
+        for a, b in ((one, other), (other, one))
+        for declared in find(*a).clashes
+    )
 
 
 @pytest.fixture
@@ -201,10 +221,10 @@ def test_a_host_read_is_seen(reads):
     assert len(reads) == 6
 
 
-@pytest.mark.parametrize("company", [{}, COMPANY], ids=["alone", "in company"])
+@pytest.mark.parametrize("company", [False, True], ids=["alone", "in company"])
 @every
 def test_nothing_is_read_on_the_host_between_two_log_points(reads, slot, name, company):
-    trainer = Restless(**quiet(log=1000, **company | setting(slot, name)))
+    trainer = Restless(**quiet(log=1000, **(in_company if company else setting)(slot, name)))
     batches = trainer.feed.training(trainer.task, trainer.plan)
     trainer.train_step(next(batches))  # compiles, and fills what is made at the first step
     reads.clear()

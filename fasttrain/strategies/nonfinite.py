@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, final
 
-from fasttrain.core.strategy import Context, NoConfig, Strategy
+from fasttrain.core.strategy import Clash, Context, NoConfig, Strategy
 from fasttrain.errors import ConfigError, NonFinite
 from fasttrain.lazy import torch
 from fasttrain.optim.norms import total_norm
@@ -33,6 +33,14 @@ class Raise(Strategy):
     """
 
     slot, name = "nonfinite", "raise"
+    clashes = (
+        Clash(
+            slot="precision",
+            name="fp16",
+            why="fp16 overflows as a matter of course while its loss scale settles, and refuses those steps by itself",
+            instead="nonfinite=skip, which ends the run after max_in_a_row of them, or precision=bf16",
+        ),
+    )
     Config = NoConfig
 
     def __init__(self, config: Any = None, context: Context | None = None) -> None:

@@ -144,6 +144,11 @@ class ThreeFour(Trainer):
 @pytest.mark.parametrize("num", [1, 2, 4])
 @pytest.mark.parametrize("nonfinite", [None, "skip", "raise"])
 def test_CLIP_UNSCALE_1_the_threshold_is_for_gradients_without_the_loss_scale(precision, fused, num, nonfinite):
+    if isinstance(precision, dict) and nonfinite == "raise":
+        nonfinite = {
+            "name": "skip",
+            "max_in_a_row": 1,
+        }  # as raise is refused with fp16: the first bad step ends the run
     watcher = Recorder()
     trainer = ThreeFour(
         batch_size=4,
