@@ -112,3 +112,19 @@ def test_the_docstring_bert_comes_below_the_unigram_entropy(tmp_path):
     summary = json.loads((tmp_path / "bert-docstrings" / "a" / "summary.json").read_text())
     assert summary["metrics"]["loss"] < summary["metrics"]["unigram_entropy"]
     assert torch.isfinite(torch.tensor(summary["metrics"]["perplexity"]))
+
+
+def test_the_table_of_settings_is_that_of_the_code():
+    import dataclasses
+    import re
+
+    from fasttrain.config import Settings
+
+    table = (ROOT / "docs" / "configuration.md").read_text().split("## Settings")[1].split("## Layers")[0]
+    told = {key for row in re.findall(r"^\| (.*?) \|", table, re.MULTILINE) for key in re.findall(r"`([\w.]+)`", row)}
+    known = set()
+    for field in dataclasses.fields(Settings):
+        default = field.default_factory() if callable(field.default_factory) else None
+        nested = dataclasses.fields(default) if dataclasses.is_dataclass(default) else []
+        known |= {f"{field.name}.{inner.name}" for inner in nested} or {field.name}
+    assert told == known - {"model", "data"} | {"extends"}

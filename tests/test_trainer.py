@@ -279,3 +279,18 @@ def test_an_observer_may_ask_for_a_stop():
     summary = Mlp(batch_size=8, steps=9, observers=[Enough()], **QUIET).fit()
     assert (summary["status"], summary["reason"]) == ("stopped", "enough")
     assert summary["steps"] == 2
+
+
+def test_a_profile_is_written_once_and_changes_nothing(tmp_path):
+    place = {"dir": str(tmp_path), "name": "a", "id": "b"}
+    profiled = Mlp(batch_size=8, steps=15, profile=True, evaluate={"every": 1000}, run=place)
+    plain = Mlp(batch_size=8, steps=15, **QUIET)
+    profiled.fit()
+    plain.fit()
+    folder = tmp_path / "a" / "b" / "profile"
+    assert {path.name for path in folder.iterdir()} == {"trace.json", "operations.txt"}
+    events = json.loads((folder / "trace.json").read_text())["traceEvents"]
+    # Three steps of two linear layers are kept.
+    assert len([event for event in events if event.get("name") == "aten::addmm"]) == 6
+    assert "aten::addmm" in (folder / "operations.txt").read_text()
+    assert largest_difference(state(profiled), state(plain)) == 0.0

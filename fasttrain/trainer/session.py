@@ -23,6 +23,7 @@ from fasttrain.observe import (
     peak_memory,
     reset_peak_memory,
 )
+from fasttrain.trainer.profiling import start_profile
 from fasttrain.trainer.run_folder import SUMMARY, choose, environment
 from fasttrain.trainer.state import restore_state, save_state
 
@@ -53,6 +54,7 @@ class Session:
         limit = self.settings.max_time
         self.stopper = Stopper(trainer.world.rank, trainer.world.size, None if limit is None else seconds(limit))
         self.observers: list[Observer] = []
+        self.profiler: Any = None
         self._by_samples = trainer.task.count is None
         self._log_every = self.settings.log.every
         self._save_every = self.settings.checkpoint.every
@@ -74,6 +76,8 @@ class Session:
         self.start_step = trainer.step
         reset_peak_memory(trainer.device)
         self.stopper.start(trainer.step)
+        if self.settings.profile and folder.dir is not None and trainer.world.is_main:
+            self.profiler = start_profile(folder.dir / "profile", trainer.device.type)
         started: list[Observer] = []
         try:
             info = self._run_info()
@@ -97,6 +101,8 @@ class Session:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stopper.end()
+        if self.profiler is not None:
+            self.profiler.stop()
         if error is None:
             return
         summary = self.summary("failed", f"{type(error).__name__}: {error}")
@@ -151,6 +157,8 @@ class Session:
 
     def count(self, clock: StepClock) -> None:
         """After a step: what it took in, over all ranks."""
+        if self.profiler is not None:
+            self.profiler.step()
         task = self.trainer.task
         samples = task.fed.global_samples if task.fed is not None else self.settings.batch_size
         if self._by_samples or task.counted is None:
