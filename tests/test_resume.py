@@ -202,3 +202,22 @@ def test_the_loss_of_a_resumed_run_is_that_of_plain_pytorch(tmp_path):
     trainer = Ordered(**settings, steps=6, resume=str(tmp_path / "a" / "b"))
     trainer.fit()
     assert largest_difference(state(trainer), model.state_dict()) == 0.0
+
+
+def test_a_run_that_another_process_writes_is_not_taken_up(tmp_path):
+    settings = ["--config", DIGITS, "log.every=1", "epochs=500", f"run.dir={tmp_path}"]
+    process = start(*settings, "run.id=a")
+    try:
+        wait_for_step(process, tmp_path / "resnet-digits" / "a", 1)
+        named = run(*settings, "run.id=a", "resume=auto")
+        assert named.returncode == 2
+        assert f"is being written by process {process.pid} now" in named.stderr
+        # Without a name, it is no run to take up: a new one begins.
+        other = run(*settings, "resume=auto", "epochs=null", "steps=1")
+        assert other.returncode == 0, other.stderr
+        assert len(list((tmp_path / "resnet-digits").iterdir())) == 2
+    finally:
+        end(process, signal.SIGKILL)
+    # Killed, it is one.
+    again = run(*settings, "run.id=a", "resume=auto", "epochs=null", "steps=1")
+    assert again.returncode == 0, again.stderr

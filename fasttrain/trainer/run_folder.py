@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import sys
 import time
@@ -14,6 +15,7 @@ from fasttrain.checkpoint import Checkpoint, newest
 from fasttrain.config.settings import Settings
 from fasttrain.distributed.world import World
 from fasttrain.errors import CheckpointError, ConfigError
+from fasttrain.observe.process import has_died
 
 SUMMARY = "summary.json"
 
@@ -29,12 +31,23 @@ class RunFolder:
     finished: bool = False
 
 
+def _summary(run: Path) -> dict[str, Any]:
+    try:
+        return json.loads((run / SUMMARY).read_text())
+    except (OSError, ValueError):
+        return {}
+
+
 def status_of(run: Path) -> str | None:
     """What `summary.json` of a run folder says: done, stopped, failed, running; `None` without one."""
-    try:
-        return json.loads((run / SUMMARY).read_text())["status"]
-    except (OSError, ValueError, KeyError):
-        return None
+    return _summary(run).get("status")
+
+
+def _writer(run: Path) -> int | None:
+    """The process on this host that writes a run folder now, if another one does."""
+    summary = _summary(run)
+    alive = summary.get("status") == "running" and has_died(summary) is False and summary["pid"] != os.getpid()
+    return summary["pid"] if alive else None
 
 
 def choose(settings: Settings, default_name: str, world: World) -> RunFolder:
@@ -79,7 +92,7 @@ def _newest_unfinished(home: Path) -> Path | None:
     if not runs:
         return None
     newest_run = max(runs, key=lambda path: (path.stat().st_ctime_ns, path.name))
-    unfinished = [path for path in runs if status_of(path) != "done"]
+    unfinished = [path for path in runs if status_of(path) != "done" and _writer(path) is None]
     if not unfinished:
         return newest_run if status_of(newest_run) == "done" else None
     return max(unfinished, key=lambda path: (_started(path), path.name))
@@ -91,6 +104,7 @@ def _started(run: Path) -> float:
 
 
 def _taken_up(path: Path, name: str) -> RunFolder:
+    _refuse_two_writers(path)
     return RunFolder(path, name, path.name, newest(path), finished=status_of(path) == "done")
 
 
@@ -103,7 +117,16 @@ def _from_path(path: Path) -> RunFolder:
         raise ConfigError(
             f"resume={path}: there is no checkpoint; give a run folder, one of its checkpoints/step-N, or resume=auto."
         )
+    _refuse_two_writers(run)
     return RunFolder(run, run.parent.name, run.name, checkpoint)
+
+
+def _refuse_two_writers(run: Path) -> None:
+    writer = _writer(run)
+    if writer is not None:
+        raise ConfigError(
+            f"{run} is being written by process {writer} now; stop that first (kill {writer}), or start another run."
+        )
 
 
 def _new(home: Path, name: str, asked: str | None) -> RunFolder:
