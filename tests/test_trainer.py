@@ -162,6 +162,21 @@ def test_figures_logged_by_user_code_are_means_by_count():
     assert trainer.evaluate()["first_class"] == pytest.approx(expected, rel=1e-6)
 
 
+@pytest.mark.parametrize("counted", [float, torch.tensor])
+def test_figures_over_nothing_are_left_out_of_the_mean(counted):
+    class Logging(Mlp):
+        def count(self, batch):
+            return counted(len(batch[1]))
+
+        def loss(self, output, batch):
+            self.log("largest", batch[0].mean())
+            return F.cross_entropy(output, batch[1])
+
+    # 10 samples in evaluation batches of 9: the last one, cut in two, leaves an empty piece.
+    trainer = Logging(batch_size=9, steps=1, accumulation={"name": "microbatches", "num": 2}, **QUIET)
+    assert trainer.evaluate()["largest"] == pytest.approx(points(10, seed=4)[0].mean().item(), rel=1e-5)
+
+
 def test_evaluation_counts_every_sample_once_and_restores_the_mode():
     trainer = Mlp(batch_size=4, steps=1, evaluate={"batch_size": 3}, **QUIET)
     trainer.model.train()
@@ -260,6 +275,12 @@ def test_a_run_id_is_not_written_over(tmp_path):
     Mlp(**settings).fit()
     with pytest.raises(ConfigError, match="holds a run already"):
         Mlp(**settings).fit()
+
+
+def test_a_run_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match="no run folder can be made in it .Not a directory.*choose another"):
+        Mlp(batch_size=8, steps=1, run={"dir": str(tmp_path / "file"), "name": "a"}).fit()
 
 
 def test_observers_change_nothing():

@@ -29,6 +29,11 @@ class Figures:
             weight = next((part for part in weight.values() if part is not None), 1.0)
         weight = 1.0 if weight is None else weight
         value = value.detach() if isinstance(value, torch.Tensor) else torch.tensor(float(value))
+        # A mean over nothing is not a number, and would stay that when multiplied by a weight of 0.
+        if isinstance(weight, torch.Tensor):
+            value = torch.where(weight > 0, value, torch.zeros_like(value))
+        elif not weight:
+            value = torch.zeros_like(value)
         total, weights = self._sums.get(name, (0.0, 0.0))
         self._sums[name] = [total + value.to(torch.float32) * weight, weights + weight]
 

@@ -130,6 +130,16 @@ def _refuse_two_writers(run: Path) -> None:
 
 
 def _new(home: Path, name: str, asked: str | None) -> RunFolder:
+    try:
+        return _made(home, name, asked)
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir={home.parent}: no run folder can be made in it ({error.strerror or error}: {error.filename}); choose "
+            "another with run.dir=PATH, or write nothing with run.dir=null."
+        ) from error
+
+
+def _made(home: Path, name: str, asked: str | None) -> RunFolder:
     home.mkdir(parents=True, exist_ok=True)
     if asked is not None:
         path = home / asked
