@@ -17,21 +17,11 @@ from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, final
 
+from fasttrain.core.float32 import set_fp32_precision
 from fasttrain.core.strategy import Context, DtypePolicy, NoConfig, Strategy
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.optim.guarded import step_unless
-
-
-def set_fp32_precision(precision: str) -> None:
-    """How float32 matrices are multiplied on CUDA, in this process: `ieee`, or `tf32` with 10 mantissa bits.
-
-    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#tf32-on-ampere
-    """
-    backends: Any = torch.backends
-    backends.fp32_precision = precision
-    for products in (backends.cuda.matmul, backends.cudnn.conv, backends.cudnn.rnn):
-        products.fp32_precision = precision
 
 
 @final

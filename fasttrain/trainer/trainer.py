@@ -11,6 +11,7 @@ from typing import Any, ClassVar, Self
 from fasttrain.config import Resolved, from_keywords
 from fasttrain.config.settings import Settings
 from fasttrain.core.batch import num_samples
+from fasttrain.core.float32 import own_fp32_precision
 from fasttrain.core.strategy import Context
 from fasttrain.core.task import Task
 from fasttrain.data import Data
@@ -74,6 +75,7 @@ class Trainer:
         self.step = 0
         self.figures = Figures()
         set_determinism(self.config.deterministic, self.config.debug)
+        own_fp32_precision()  # what an earlier run set for itself
         seed_everything(self.seed)
         self.data = self.build_data()
         self.feed = Feed(self.data, self.config, self.world)

@@ -11,10 +11,11 @@ import torch
 from torch.nn import functional as F
 
 from fasttrain import ConfigError, Data
+from fasttrain.core.float32 import fp32_state, own_fp32_precision, set_fp32_precision
 from fasttrain.core.plan import Plan
 from fasttrain.core.strategy import Context
 from fasttrain.optim.guarded import give_momentum_buffers, step_unless
-from fasttrain.strategies.precision import Bf16, Fp16, Fp16Config, Fp32, Tf32, set_fp32_precision
+from fasttrain.strategies.precision import Bf16, Fp16, Fp16Config, Fp32, Tf32
 from tests.helpers import QUIET, Recorder, largest_difference, points, state
 from tests.stack import Stack, StackModel, batches_of
 
@@ -83,29 +84,57 @@ def test_fp32_is_plain_torch(optimizer):
 
 @pytest.fixture
 def flags():
-    def read():
-        return [
-            torch.backends.fp32_precision,
-            torch.backends.cuda.matmul.fp32_precision,
-            torch.backends.cudnn.conv.fp32_precision,
-            torch.backends.cudnn.rnn.fp32_precision,
-        ]
-
-    before = read()
-    yield read
-    torch.backends.fp32_precision = before[0]
-    torch.backends.cuda.matmul.fp32_precision = before[1]
-    torch.backends.cudnn.conv.fp32_precision = before[2]
-    torch.backends.cudnn.rnn.fp32_precision = before[3]
+    own_fp32_precision()
+    before = fp32_state()
+    yield fp32_state
+    own_fp32_precision()
+    assert fp32_state() == before
 
 
-def test_fp32_switches_tensorfloat_off_and_left_out_leaves_it_as_it_was(flags):
-    set_fp32_precision("tf32")
-    assert flags() == ["tf32"] * 4
+MATMUL, CONV = ("cuda", "matmul"), ("cuda", "conv")
+
+
+def test_fp32_switches_tensorfloat_off_in_its_own_run_alone(flags):
+    before = flags()
     Ordered(batch_size=8, steps=1, **QUIET)
-    assert flags() == ["tf32"] * 4
+    assert flags() == before
     Ordered(batch_size=8, steps=1, precision="fp32", **QUIET)
-    assert flags() == ["ieee"] * 4
+    assert set(flags().values()) == {"ieee", "none"}
+    Ordered(batch_size=8, steps=1, precision="bf16", **QUIET)
+    assert flags() == before
+    assert before[CONV] == "tf32"  # torch's own default
+
+
+def test_what_the_user_set_is_left_as_it_was_and_given_back(flags):
+    torch.set_float32_matmul_precision("high")
+    try:
+        Ordered(batch_size=8, steps=1, **QUIET)
+        assert flags()[MATMUL] == "tf32"
+        Ordered(batch_size=8, steps=1, precision="fp32", **QUIET)
+        assert flags()[MATMUL] == "ieee"
+        Ordered(batch_size=8, steps=1, **QUIET)
+        assert flags()[MATMUL] == "tf32"
+        assert torch.get_float32_matmul_precision() == "high"
+        set_fp32_precision("ieee")
+        torch.set_float32_matmul_precision("medium")
+        Ordered(batch_size=8, steps=1, **QUIET)
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.fp32_precision = "none"
+        torch.backends.cuda.matmul.fp32_precision = torch.backends.mkldnn.matmul.fp32_precision = "none"
+        torch.backends.cudnn.allow_tf32 = True
+
+
+@pytest.mark.parametrize("precision", ["ieee", "tf32"])
+def test_torchs_older_switches_stay_readable_as_inductor_reads_them(flags, precision):
+    set_fp32_precision(precision)
+    is_tf32 = precision == "tf32"
+    assert torch.get_float32_matmul_precision() == ("high" if is_tf32 else "highest")
+    assert torch.backends.cuda.matmul.allow_tf32 is is_tf32
+    assert torch.backends.cudnn.allow_tf32 is is_tf32
+    assert (flags()[MATMUL] == "tf32") is is_tf32
+    assert (flags()[CONV] == "tf32") is is_tf32
 
 
 def test_tf32_without_such_a_device_says_what_to_use(flags):
