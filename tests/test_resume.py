@@ -221,3 +221,44 @@ def test_a_run_that_another_process_writes_is_not_taken_up(tmp_path):
     # Killed, it is one.
     again = run(*settings, "run.id=a", "resume=auto", "epochs=null", "steps=1")
     assert again.returncode == 0, again.stderr
+
+
+def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, capsys):
+    settings = {
+        "batch_size": 8,
+        "checkpoint": {"every": 2, "keep": 2},
+        "run": {"dir": str(tmp_path), "name": "a", "id": "b"},
+    }
+    run_dir = tmp_path / "a" / "b"
+    with pytest.raises(RuntimeError, match="stopped here"):
+        Mlp(**settings, steps=6, observers=[Breaks(at=5)]).fit()
+    assert [checkpoint.step for checkpoint in checkpoints_in(run_dir)] == [2, 4]
+    for file in (run_dir / "checkpoints" / "step-4").glob("*.safetensors"):
+        file.unlink()
+    recorder = Recorder()
+    Mlp(**settings, steps=3, resume="auto", log={"every": 1}, observers=[recorder]).fit()
+    assert [record["step"] for record in recorder.steps] == [3]
+    said = capsys.readouterr().err
+    assert "step-4 is damaged (shard-00001-model-00001-of-00001.safetensors is not there" in said
+    assert [checkpoint.step for checkpoint in checkpoints_in(run_dir)] == [2, 3, 4]  # the damaged one is not counted
+
+
+def test_where_no_checkpoint_is_whole_the_missing_file_is_named(tmp_path):
+    settings = {"batch_size": 8, "run": {"dir": str(tmp_path), "name": "a", "id": "b"}}
+    Mlp(**settings, steps=1).fit()
+    checkpoint = newest(tmp_path / "a" / "b")
+    next(checkpoint.path.glob("*.safetensors")).write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"is damaged: shard-.*safetensors is not there or was cut short"):
+        Mlp(**settings, steps=2, resume=str(checkpoint.path)).fit()
+
+
+class Breaks(Recorder):
+    """Fails at a step, as a crash would."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def saved(self, record):
+        if record["step"] == self.at - 1:
+            raise RuntimeError("stopped here")

@@ -27,7 +27,10 @@ class Checkpoint:
     @property
     def missing(self) -> list[str]:
         """Files of the manifest that are absent or of another size."""
-        manifest = json.loads((self.path / MANIFEST).read_text())
+        try:
+            manifest = json.loads((self.path / MANIFEST).read_text())
+        except (OSError, ValueError):
+            return [MANIFEST]
         files = {name: self.path / name for name in manifest["files"]}
         return [n for n, f in files.items() if not f.is_file() or f.stat().st_size != manifest["files"][n]["bytes"]]
 
@@ -43,14 +46,14 @@ def checkpoints_in(run: Path) -> list[Checkpoint]:
 
 
 def newest(run: Path) -> Checkpoint | None:
-    """The checkpoint of the highest step, if there is any."""
+    """The whole checkpoint of the highest step. Where none is whole, the damaged one: reading it says what it lacks."""
     found = checkpoints_in(run)
-    return found[-1] if found else None
+    return next((checkpoint for checkpoint in reversed(found) if not checkpoint.missing), found[-1] if found else None)
 
 
 def prune(run: Path, keep: int | None) -> list[Checkpoint]:
-    """Remove all but the newest `keep` checkpoints; returns those removed."""
-    gone = checkpoints_in(run)[:-keep] if keep else []
+    """Remove all but the newest `keep` whole checkpoints; returns those removed."""
+    gone = [checkpoint for checkpoint in checkpoints_in(run) if not checkpoint.missing][:-keep] if keep else []
     for checkpoint in gone:
         # First out of sight, so that a removal that is cut short leaves no checkpoint that looks complete.
         hidden = checkpoint.path.with_name(checkpoint.path.name + ".gone")

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from fasttrain.checkpoint.folder import MANIFEST
+from fasttrain.checkpoint.folder import MANIFEST, Checkpoint
 from fasttrain.errors import CheckpointError
 from fasttrain.lazy import dist, torch
 
@@ -124,9 +124,19 @@ def load_plain(path: Path) -> dict[str, Any]:
 
 
 def stored_tensors(path: Path) -> dict[str, tuple[Any, Any]]:
-    """Shape and dtype of every tensor of a checkpoint, by name."""
+    """Shape and dtype of every tensor of a checkpoint, by name.
+
+    Raises:
+        CheckpointError: one of its files is not there or was cut short.
+    """
     from torch.distributed.checkpoint import HuggingFaceStorageReader
 
+    absent = Checkpoint(-1, path).missing
+    if absent:
+        raise CheckpointError(
+            f"the checkpoint {path} is damaged: {', '.join(absent)} is not there or was cut short; put it back, or resume "
+            "from another one with resume=PATH."
+        )
     metadata: Any = HuggingFaceStorageReader(str(path)).read_metadata()
     scalars = set(load_plain(path)["scalars"])
     return {

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fasttrain.checkpoint import Checkpoint, newest
+from fasttrain.checkpoint import Checkpoint, checkpoints_in, newest
 from fasttrain.config.settings import Settings
 from fasttrain.distributed.world import World
 from fasttrain.errors import CheckpointError, ConfigError
@@ -105,14 +105,25 @@ def _started(run: Path) -> float:
 
 def _taken_up(path: Path, name: str) -> RunFolder:
     _refuse_two_writers(path)
-    return RunFolder(path, name, path.name, newest(path), finished=status_of(path) == "done")
+    return RunFolder(path, name, path.name, _whole(path), finished=status_of(path) == "done")
+
+
+def _whole(run: Path) -> Checkpoint | None:
+    """The checkpoint to go on from; says so where that is not the last one."""
+    found, last = newest(run), max(checkpoints_in(run), default=None)
+    if found is not None and last is not None and found != last:
+        absent = ", ".join(last.missing)
+        sys.stderr.write(
+            f"{last.path} is damaged ({absent} is not there or was cut short); going on from {found.path}.\n"
+        )
+    return found
 
 
 def _from_path(path: Path) -> RunFolder:
     if path.name.startswith("step-") and path.parent.name == "checkpoints":
         run, checkpoint = path.parent.parent, Checkpoint(int(path.name.removeprefix("step-")), path)
     else:
-        run, checkpoint = path, newest(path)
+        run, checkpoint = path, _whole(path)
     if checkpoint is None or not checkpoint.path.is_dir():
         raise ConfigError(
             f"resume={path}: there is no checkpoint; give a run folder, one of its checkpoints/step-N, or resume=auto."
