@@ -279,7 +279,7 @@ def test_a_run_id_is_not_written_over(tmp_path):
 
 def test_a_run_folder_that_cannot_be_made_is_told_in_a_sentence(tmp_path):
     (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match="no run folder can be made in it .Not a directory.*choose another"):
+    with pytest.raises(ConfigError, match=r"no run folder can be made in it \(Not a directory.*choose another"):
         Mlp(batch_size=8, steps=1, run={"dir": str(tmp_path / "file"), "name": "a"}).fit()
 
 
