@@ -7,10 +7,20 @@ from typing import Any
 from fasttrain.lazy import torch
 
 
+# Fused kernels that read the flag. Those of MPS did not before pytorch/pytorch#186360, and changed the weights all the
+# same. Revisit when the oldest torch that is supported has it.
+OBEYING = ("cpu", "cuda", "xpu")
+
+
 def obeys_found_inf(optimizer: Any) -> bool:
-    """Whether every step of this optimizer reads a `found_inf` flag on the device: fused SGD, Adam, AdamW, Adagrad."""
+    """Whether every step of this optimizer reads a `found_inf` flag on the device: fused SGD, Adam, AdamW, Adagrad.
+
+    Adagrad does from some torch after 2.11 on; none does on MPS.
+    """
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
-        group.get("fused") for group in optimizer.param_groups
+        group.get("fused") and group["params"][0].device.type in OBEYING
+        for group in optimizer.param_groups
+        if group["params"]
     )
 
 
