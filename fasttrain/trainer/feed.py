@@ -33,6 +33,8 @@ class Feed:
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
         self.data, self.settings, self.world, self.device = data, settings, world, world.device
         self._moves = world.device.type != "cpu"
+        # A copy may go on behind the host's back from pinned memory alone; MPS has none.
+        self._pins = world.device.type in ("cuda", "xpu")
         self.position = Position()
         self.samples = 0
         self._saw_whole_batch = False
@@ -176,9 +178,9 @@ class Feed:
         return batch
 
     def _to_device(self, tensor: Any) -> Any:
-        if self.device.type == "cuda":
+        if self._pins and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=True)
+        return tensor.to(self.device, non_blocking=self._pins)
 
 
 def _leading(batch: Any) -> int:
