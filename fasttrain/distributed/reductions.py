@@ -32,7 +32,8 @@ def read_pairs(sums: dict[str, Any]) -> dict[str, Pair]:
 
 
 def read_together(figures: dict[str, Any]) -> dict[str, float]:
-    """Read many 0-dim tensors from the device in one transfer; plain numbers pass through."""
+    """Read many 0-dim tensors from the device in one transfer; plain numbers and tensors on the host pass through."""
+    figures = {name: _as_number(value) for name, value in figures.items()}
     tensors = {name: value for name, value in figures.items() if isinstance(value, torch.Tensor)}
     values: dict[str, float] = {n: float(v) for n, v in figures.items() if not isinstance(v, torch.Tensor)}
     if tensors:
@@ -41,3 +42,9 @@ def read_together(figures: dict[str, Any]) -> dict[str, float]:
         stacked = torch.stack([value.detach().to(device, wide).reshape(()) for value in tensors.values()])
         values.update(zip(tensors, stacked.cpu().numpy().tolist(), strict=True))
     return {name: values[name] for name in figures}
+
+
+def _as_number(value: Any) -> Any:
+    # .numpy() and not .item(): nothing is read from a device.
+    on_host = isinstance(value, torch.Tensor) and value.device.type == "cpu"
+    return float(value.detach().double().reshape(()).numpy()) if on_host else value

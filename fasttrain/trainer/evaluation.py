@@ -74,10 +74,14 @@ def _base() -> type[Trainer]:
 
 def _accumulate(sums: Sums, name: str, value: Any, count: Any) -> None:
     held = sums.setdefault(name, [0.0, 0.0])
-    value = value.detach().double() if isinstance(value, torch.Tensor) and value.device.type != "mps" else value
+    if isinstance(value, torch.Tensor):
+        value = value.detach().to(torch.float32 if value.device.type == "mps" else torch.float64)
     if isinstance(count, torch.Tensor):
+        if isinstance(value, torch.Tensor):
+            count = count.to(value.device)
+        else:
+            value = torch.full_like(count, value, dtype=torch.float32 if count.device.type == "mps" else torch.float64)
         value = torch.where(count > 0, value, torch.zeros_like(value))  # a mean over nothing is not a number
-        count = count.to(value.device)
     elif not count:
         return
     held[0], held[1] = held[0] + value * count, held[1] + count
