@@ -42,7 +42,10 @@ def test_evaluate_gives_the_metrics_of_the_run(finished):
     assert told["step"] == 23
     assert told["metrics"] == json.loads((folder / "summary.json").read_text())["metrics"]
     assert "accuracy" in run("evaluate", str(folder / "checkpoints" / "step-23")).stdout
-    assert run("evaluate", str(folder / "nowhere")).returncode == 2
+    assert json.loads(run("evaluate", str(folder.parent), "--json").stdout) == told  # the newest of a name
+    nowhere = run("evaluate", str(folder.parent / "nowhere"))
+    assert nowhere.returncode == 2
+    assert "evaluate of" in nowhere.stderr
 
 
 def test_status_answers(finished):
@@ -121,7 +124,12 @@ def test_validate_as_json(tmp_path):
         ([], "--config FILE is missing"),
         (["--config", DIGITS, "precision=fp61"], "fp16"),
         (["--config", DIGITS, "optimzer.lr=1"], "optimizer"),
-        (["--config", DIGITS, "nonsense"], "is no key=value"),
+        (["--config", "resnet_digit.yaml"], "did you mean 'configs/resnet_digits.yaml'?"),
+        ([DIGITS], f"a config goes after --config: --config {DIGITS}"),
+        (["--config", DIGITS, "nonsense"], "is no key=value; write it as nonsense=..."),
+        (["--config", DIGITS, "validate"], "a command goes first: validate --config FILE"),
+        (["--config", DIGITS, "--epochs=3"], "settings have no dashes: epochs=3"),
+        (["--config", DIGITS, "--epochs", "3"], "settings have no dashes: epochs=..."),
         (["--config", DIGITS, "device=cuda:x"], "device"),
         (["--config", DIGITS, "--bogus"], "--bogus"),
         (["status"], "one run folder"),
@@ -137,6 +145,7 @@ def test_a_wrong_request_is_told_and_ends_with_2(words, told):
 
 def test_help_and_version():
     assert "commands:" in run("--help").stdout
+    assert run("help").stdout == run("--help").stdout
     assert run("--version").stdout.startswith("fasttrain 0.")
 
 

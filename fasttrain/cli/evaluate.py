@@ -8,13 +8,14 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fasttrain.checkpoint import Checkpoint, newest
+from fasttrain.cli.status import find_run
 from fasttrain.config import load
 from fasttrain.distributed.world import leave
 from fasttrain.errors import EXIT_DONE, ConfigError
 
 
 def evaluate(run: Path, overrides: Sequence[str], as_json: bool) -> int:
-    """Print the metrics of a saved state.
+    """Print the metrics of a saved state. `run`: what `status` takes, or a checkpoint.
 
     Raises:
         ConfigError: there is no such run, or it has no checkpoint.
@@ -24,10 +25,13 @@ def evaluate(run: Path, overrides: Sequence[str], as_json: bool) -> int:
         checkpoint = Checkpoint(int(step), run) if step.isdigit() and run.is_dir() else None
         run = run.parent.parent
     else:
-        checkpoint = newest(run) if run.is_dir() else None
+        run = find_run(run, "evaluate")
+        checkpoint = newest(run)
     config = run / "config.yaml"
     if checkpoint is None or not config.is_file():
-        raise ConfigError(f"{run}: there is no run with a checkpoint; give a run folder such as runs/NAME/ID.")
+        raise ConfigError(
+            f"evaluate of {run}: it has no checkpoint yet; a run saves at its end, or with checkpoint.every=N."
+        )
     resolved = load(config, overrides)
     if resolved.trainer is None:
         raise ConfigError(f"{config} names no trainer; a run started from Python is evaluated there, by evaluate().")

@@ -41,6 +41,10 @@ usage: python -m fasttrain [COMMAND] --config FILE [key=value ...]
 
 class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
+        option = message.removeprefix("unrecognized arguments: --").partition(" ")[0]
+        if option != message.partition(" ")[0]:
+            name, _, value = option.partition("=")
+            message = f"there is no option --{name}; settings have no dashes: {name}={value or '...'}"
         raise ConfigError(f"{message}\n{USAGE.rstrip()}")
 
 
@@ -68,8 +72,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if words and not words[0].startswith("-") and "=" not in words[0]:
         command = words.pop(0)
     try:
+        if command == "help":
+            words, command = ["--help"], "train"
         if command not in COMMANDS:
-            raise ConfigError(f"there is no command '{command}'; {did_you_mean(command, COMMANDS)}\n{USAGE.rstrip()}")
+            is_config = command.endswith((".yaml", ".yml"))
+            hint = f"a config goes after --config: --config {command}" if is_config else did_you_mean(command, COMMANDS)
+            raise ConfigError(f"there is no command '{command}'; {hint}\n{USAGE.rstrip()}")
         arguments = _parser().parse_intermixed_args(words)
         sys.path[:0] = [] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()]
         return _RUN[command](arguments)
@@ -115,7 +123,9 @@ def _needs_config(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         raise ConfigError(f"--config FILE is missing.\n{USAGE.rstrip()}")
     wrong = [word for word in arguments.words if "=" not in word]
     if wrong:
-        raise ConfigError(f"'{wrong[0]}' is no key=value.\n{USAGE.rstrip()}")
+        word = wrong[0]
+        hint = f"a command goes first: {word} --config FILE" if word in COMMANDS else f"write it as {word}=..."
+        raise ConfigError(f"'{word}' is no key=value; {hint}\n{USAGE.rstrip()}")
     return arguments.config, arguments.words
 
 

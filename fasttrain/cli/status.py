@@ -48,8 +48,8 @@ def status(run: Path, as_json: bool) -> int:
 # ---- which run
 
 
-def find_run(run: Path) -> Path:
-    """The run folder that is meant.
+def find_run(run: Path, command: str = "status") -> Path:
+    """The run folder that is meant: itself, the newest of a name, or the newest that a config made.
 
     Raises:
         ConfigError: there is no such run; the message names the nearest one.
@@ -57,7 +57,7 @@ def find_run(run: Path) -> Path:
     if run.is_file() and run.suffix in (".yaml", ".yml"):
         run = _home_of(run)
     elif run.is_file():
-        raise ConfigError(f"status of {run}: a file is no run; give its folder, or a config (.yaml).")
+        raise ConfigError(f"{command} of {run}: a file is no run; give its folder, or a config (.yaml).")
     if not run.exists() and (RUNS / run).is_dir():
         run = RUNS / run
     if _is_run(run):
@@ -65,7 +65,7 @@ def find_run(run: Path) -> Path:
     runs = [path for path in _folders(run) if _is_run(path)]
     if runs:
         return max(runs, key=lambda path: (_started_at(path), path.name))
-    raise ConfigError(f"status of {run}: there is no run in it; {_suggestion(run)}")
+    raise ConfigError(f"{command} of {run}: there is no run in it; {_suggestion(run)}")
 
 
 def _home_of(config: Path) -> Path:

@@ -192,8 +192,6 @@ def walk(node: Node) -> Iterator[Node]:
 
 
 def near_file(path: Path) -> list[str]:
-    """The YAML files beside a path, for a suggestion."""
-    try:
-        return sorted(other.name for other in path.parent.iterdir() if other.suffix in {".yaml", ".yml"})
-    except OSError:
-        return []
+    """The YAML files beside a path and in `configs` there, for a suggestion; not the hidden ones, which are of tools."""
+    found = (other for folder in (path.parent, path.parent / "configs") for other in folder.glob("[!.]*.y*ml"))
+    return sorted(str(other.relative_to(path.parent)) for other in found if other.suffix in {".yaml", ".yml"})
