@@ -14,8 +14,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
-from typing import Any, final
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, final
 
 from fasttrain.core.float32 import set_fp32_precision
 from fasttrain.core.strategy import Context, DtypePolicy, NoConfig, Strategy
@@ -83,23 +83,15 @@ def refuse_half_weights(model: Any, precision: str) -> None:
         )
 
 
-@final
-class Bf16(Strategy):
-    """float32 weights, bfloat16 matrix products by autocast. No loss scale: bfloat16 has float32's range.
+class Autocast(Strategy):
+    """What mixed precisions share: float32 weights, and autocast around every forward."""
 
-    Saves: about half of the activations. Costs: 16 of 23 mantissa bits in products.
-    """
-
-    slot, name = "precision", "bf16"
-    Config = NoConfig
-
-    def __init__(self, config: Any = None, context: Context | None = None) -> None:
-        super().__init__(config, context)
-        self._autocast: AbstractContextManager[Any] | None = None
+    slot = "precision"
+    compute: ClassVar[str]
 
     def dtypes(self) -> DtypePolicy:
-        """Products in bfloat16, gradients reduced in float32."""
-        return DtypePolicy(compute=torch.bfloat16, reduce=torch.float32)
+        """Products in the narrow dtype, gradients reduced in float32."""
+        return DtypePolicy(compute=getattr(torch, self.compute), reduce=torch.float32)
 
     def model(self, model: Any) -> Any:
         """Refuse float16 weights."""
@@ -108,11 +100,23 @@ class Bf16(Strategy):
 
     def forward(self) -> AbstractContextManager[Any]:
         """Autocast."""
-        return torch.autocast(self.context.device.type, torch.bfloat16)
+        return torch.autocast(self.context.device.type, getattr(torch, self.compute))
 
     def evaluating(self, model: Any) -> AbstractContextManager[Any]:
         """Autocast."""
         return self.forward()
+
+
+@final
+class Bf16(Autocast):
+    """float32 weights, bfloat16 matrix products by autocast. No loss scale: bfloat16 has float32's range.
+
+    Saves: about half of the activations. Costs: 16 of 23 mantissa bits in products.
+    """
+
+    name = "bf16"
+    compute = "bfloat16"
+    Config = NoConfig
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,52 +130,29 @@ class Fp16Config:
 
 
 @final
-class Fp16(Strategy):
+class Fp16(Autocast):
     """float32 weights, float16 matrix products by autocast, the loss scaled so that small gradients survive.
 
     Saves: about half of the activations. Costs: steps whose gradients overflow change nothing and halve the scale.
     The update is refused on the device: nothing is read on the host where the optimizer is fused.
     """
 
-    slot, name = "precision", "fp16"
+    name = "fp16"
+    compute = "float16"
     Config = Fp16Config
 
     def __init__(self, config: Any = None, context: Context | None = None) -> None:
         super().__init__(config, context)
         self._scaler: Any = None
-        self._saved: Mapping[str, Any] | None = None
+        self._unscaled = False
 
     @property
     def scaler(self) -> Any:
         """torch's GradScaler, made when first needed and before any state is loaded into it."""
         if self._scaler is None:
-            config = self.config
-            self._scaler = torch.amp.GradScaler(
-                self.context.device.type,
-                init_scale=config.init_scale,
-                growth_interval=config.growth_interval,
-                growth_factor=config.growth_factor,
-                backoff_factor=config.backoff_factor,
-            )
+            self._scaler = torch.amp.GradScaler(self.context.device.type, **asdict(self.config))
             self._scaler._lazy_init_scale_growth_tracker(self.context.device)
         return self._scaler
-
-    def dtypes(self) -> DtypePolicy:
-        """Products in float16, gradients reduced in float32."""
-        return DtypePolicy(compute=torch.float16, reduce=torch.float32)
-
-    def model(self, model: Any) -> Any:
-        """Refuse float16 weights."""
-        refuse_half_weights(model, self.name)
-        return model
-
-    def forward(self) -> AbstractContextManager[Any]:
-        """Autocast."""
-        return torch.autocast(self.context.device.type, torch.float16)
-
-    def evaluating(self, model: Any) -> AbstractContextManager[Any]:
-        """Autocast."""
-        return self.forward()
 
     def scale(self, loss: Any) -> Any:
         """Times the loss scale."""
@@ -179,16 +160,16 @@ class Fp16(Strategy):
 
     def gradients(self, model: Any, optimizer: Any) -> Any:
         """Undo the scale, once a step; the flag says whether anything overflowed."""
+        if all(p.grad is None for group in optimizer.param_groups for p in group["params"]):
+            return None  # the scaler would wait for the verdict of such a step
         self.scaler.unscale_(optimizer)
         flags = list(self.scaler._found_inf_per_device(optimizer).values())
-        if not flags:  # no gradients at all in this step
-            return None
         return flags[0] if len(flags) == 1 else torch.stack([flag.to(flags[0].device) for flag in flags]).amax(0)
 
     def update(self, optimizer: Any, bad: Any) -> None:
         """Step unless bad, then move the scale."""
         step_unless(optimizer, bad)
-        if bad is not None:
+        if self.scaler._found_inf_per_device(optimizer):
             self.scaler.update()
 
     def report(self) -> dict[str, Any]:

@@ -348,6 +348,10 @@ def test_a_step_without_any_gradient_moves_neither_weights_nor_scale():
     assert bad is None
     assert fp16.report()["loss_scale"].item() == 65536.0
     assert torch.equal(parameter.detach(), torch.ones(2))
+    parameter.grad = torch.full((2,), 65536.0)
+    plan.update(optimizer, plan.gradients(None, optimizer))
+    assert torch.equal(parameter.detach(), torch.zeros(2))
+    assert fp16.report()["loss_scale"].item() == 131072.0
 
 
 def test_each_precision_declares_its_numerics():
