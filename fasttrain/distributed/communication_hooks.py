@@ -68,7 +68,7 @@ class CommunicationHook:
 
     `function(state, bucket) -> Future` is any communication hook of torch that works in place on `bucket.buffer()`.
     `keeps_buckets`: the hook remembers things by bucket, so buckets must stay as they are. `blocking`: it starts
-    collectives from its callbacks, so no other collective may be started meanwhile.
+    collectives from its callbacks, so where gloo carries them no other collective may be started meanwhile.
     """
 
     def __init__(
@@ -76,16 +76,17 @@ class CommunicationHook:
         function: Callable[[Any, Any], Any],
         state: Any = None,
         *,
+        group: Any = None,
         keeps_buckets: bool = False,
         blocking: bool = False,
     ) -> None:
-        self.function, self.state = function, state
+        self.function, self.state, self.group = function, state, group
         self.keeps_buckets, self.blocking = keeps_buckets, blocking
 
     def launch(self, bucket: Bucket, is_last: bool) -> Any:
         """Start averaging a bucket; something with `wait()`."""
         future = self.function(self.state, HookBucket(bucket, is_last))
-        if self.blocking:
+        if self.blocking and _carried_by_gloo(bucket.buffer, self.group):
             future.wait()
         return future
 
@@ -98,6 +99,12 @@ class CommunicationHook:
 
     def check(self, numels: Mapping[int, int]) -> None:
         """Refuse a memory that does not fit the buckets, given by index with the elements of their buffers."""
+
+
+def _carried_by_gloo(tensor: Tensor, group: Any) -> bool:
+    # dist.get_backend() names them all ("cpu:gloo,cuda:nccl") where a group has one for each device.
+    group = dist.group.WORLD if group is None else group
+    return "gloo" in group._get_backend(tensor.device).name().lower()
 
 
 class PowerSgdHook(CommunicationHook):
@@ -118,9 +125,7 @@ class PowerSgdHook(CommunicationHook):
         self._error = f"error.{dist.get_rank(group)}"
         # The hook starts its second and third sum from callbacks. With NCCL these run at once, in the launching thread;
         # with gloo in worker threads, where the order of two buckets' sums would differ from rank to rank.
-        super().__init__(
-            torch_hook.powerSGD_hook, state, keeps_buckets=True, blocking=dist.get_backend(group) != "nccl"
-        )
+        super().__init__(torch_hook.powerSGD_hook, state, group=group, keeps_buckets=True, blocking=True)
 
     def state_dict(self) -> dict[str, Any]:
         """Error feedback and low-rank factors by bucket, the iteration, the generator.
