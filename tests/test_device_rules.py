@@ -6,6 +6,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fasttrain.core.strategy import Context
+from fasttrain.core.task import Task, weights_of
 from fasttrain.distributed.reductions import read_together
 from fasttrain.optim.guarded import obeys_found_inf
 from tests.helpers import QUIET, Mlp
@@ -72,3 +74,13 @@ class Half(Mlp):
 def test_sums_of_an_evaluation_are_wider_than_its_metrics():
     result = Half(batch_size=8, steps=1, evaluate={"batch_size": 1}, **QUIET).evaluate()
     assert result["third"] == pytest.approx(torch.tensor(1 / 3, dtype=torch.bfloat16).item(), rel=1e-12)
+
+
+def test_counts_of_a_device_and_of_the_host_are_weighed_on_the_device_without_a_copy():
+    context = Context(device=torch.device("cpu"))
+    task = Task(model=None, compute_loss=None, count=lambda microbatch: microbatch)
+    counts = [torch.ones((), device="meta"), 2, torch.tensor(3)]
+    with Operations() as seen:
+        weights = weights_of(task, None, counts, context)
+    assert [weight.device.type for weight in weights] == ["meta"] * 3
+    assert not {"_to_copy.default", "_local_scalar_dense.default", "copy_.default"} & set(seen.names)

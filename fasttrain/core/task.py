@@ -166,7 +166,18 @@ def _host_sums(table: list[list[float]], total: float | None, context: Context) 
 
 
 def _device_weights(table: list[list[Any]], context: Context) -> list[list[Any]]:
-    counts = torch.stack([torch.stack([torch.as_tensor(value).to(torch.float32) for value in row]) for row in table])
+    # Filled on the device where the host knows a count: a copy from the host would wait for the device.
+    device = next(v.device for row in table for v in row if isinstance(v, torch.Tensor) and v.device.type != "cpu")
+    rows = [
+        [
+            v.to(torch.float32)
+            if isinstance(v, torch.Tensor) and v.device == device
+            else torch.full((), _number(v), device=device)
+            for v in row
+        ]
+        for row in table
+    ]
+    counts = torch.stack([torch.stack(row) for row in rows])
     total = counts.sum(0)
     if context.data_ranks > 1:
         dist.all_reduce(total, group=context.data_group)
