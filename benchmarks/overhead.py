@@ -30,12 +30,13 @@ from torch.utils.data import DataLoader, TensorDataset
 from fasttrain import Data, Trainer
 from fasttrain.config import load
 from fasttrain.models.resnet import build_resnet
+from fasttrain.trainer.fit import train_until
 from fasttrain.trainer.session import Session
 from recipes.flat import bert as flat_bert
 
 ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "overhead.csv"
-Block = Callable[[int], None]
+Block = Callable[[int], object]
 
 
 # ---- the flat loops: one step for each batch
@@ -70,27 +71,9 @@ def trainer_block(trainer: Trainer) -> Block:
     """The loop of `fit`, a block at a time: everything that surrounds a step is there."""
     session = Session(trainer)
     session.__enter__()
-    clock, now = session.clock, time.perf_counter
     batches = trainer.feed.training(trainer.task, trainer.plan)
     trainer.model.train()
-    clock.start()
-
-    def block(steps: int) -> None:
-        for _ in range(steps):
-            session.watch(trainer.step + 1)
-            asked = now()
-            batch = next(batches)
-            clock.waited(now() - asked)
-            info = trainer.train_step(batch)
-            session.count(clock)
-            step = trainer.step
-            if session.watching:
-                session.log(info)
-            session.evaluation_is_due(step)
-            session.stopper.boundary(step)
-            session.save_is_due(step)
-
-    return block
+    return lambda steps: train_until(session, batches, trainer.step + steps)
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from fasttrain.trainer.session import Session
@@ -20,27 +21,34 @@ def fit(trainer: Trainer) -> dict[str, Any]:
     if session.folder.finished:
         return session.finished_before()
     with session:
-        total, clock, now = trainer.feed.total_steps, session.clock, time.perf_counter
-        batches = trainer.feed.training(trainer.task, trainer.plan)
         trainer.model.train()
-        clock.start()
-        while trainer.step < total:
-            session.watch(trainer.step + 1)
-            asked = now()
-            batch = next(batches)
-            clock.waited(now() - asked)
-            info = trainer.train_step(batch)
-            session.count(clock)
-            step = trainer.step
-            if session.watching:
-                session.log(info)
-            if session.evaluation_is_due(step):
-                session.evaluate()
-            reason = session.stopper.boundary(step) if step < total else None
-            if session.save_is_due(step) or reason is not None:
-                session.save()
-            if reason is not None:
-                return session.end("stopped", reason)
+        reason = train_until(session, trainer.feed.training(trainer.task, trainer.plan), trainer.feed.total_steps)
+        if reason is not None:
+            return session.end("stopped", reason)
         session.evaluate_at_end()
         session.save()
         return session.end("done")
+
+
+def train_until(session: Session, batches: Iterator[Any], end: int) -> str | None:
+    """Train up to step number `end`; returns the reason if the run was stopped before, saved after its last step."""
+    trainer, clock, now = session.trainer, session.clock, time.perf_counter
+    clock.start()
+    while trainer.step < end:
+        session.watch(trainer.step + 1)
+        asked = now()
+        batch = next(batches)
+        clock.waited(now() - asked)
+        info = trainer.train_step(batch)
+        session.count(clock)
+        step = trainer.step
+        if session.watching:
+            session.log(info)
+        if session.evaluation_is_due(step):
+            session.evaluate()
+        reason = session.stopper.boundary(step) if step < end else None
+        if session.save_is_due(step) or reason is not None:
+            session.save()
+        if reason is not None:
+            return reason
+    return None
