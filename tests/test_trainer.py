@@ -111,9 +111,9 @@ def test_a_ragged_last_batch_is_its_own_mean():
 
 
 def test_the_number_of_steps_follows_from_epochs_and_batch_size():
-    assert Mlp(batch_size=10, epochs=2, **QUIET).feed.total_steps == 6
-    assert Mlp(batch_size=10, steps=7, **QUIET).feed.total_steps == 7
-    assert Mlp(batch_size=10, epochs=2, limit_batches=1, **QUIET).feed.total_steps == 2
+    assert Mlp(batch_size=10, epochs=2, **QUIET).total_steps == 6
+    assert Mlp(batch_size=10, steps=7, **QUIET).total_steps == 7
+    assert Mlp(batch_size=10, epochs=2, limit_batches=1, **QUIET).total_steps == 2
 
 
 def test_two_means_in_one_loss_are_weighted_apart():

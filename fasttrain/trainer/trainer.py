@@ -194,6 +194,11 @@ class Trainer:
         if self.figures.watching:
             self.figures.add(name, value, self.plan.weight, kind)
 
+    @property
+    def total_steps(self) -> int:
+        """Planned optimizer steps of the run: what schedules are made for."""
+        return self.feed.total_steps
+
     # ---- seams of the constructor
 
     def join(self, settings: Settings) -> World:
@@ -211,7 +216,7 @@ class Trainer:
             data_rank=self.world.rank,
             data_ranks=self.world.size,
             batch_size=self.config.batch_size,
-            total_steps=self.feed.total_steps,
+            total_steps=self.total_steps,
             find_blocks=self.blocks,
             strategies=dict(self.resolved.names),
         )
