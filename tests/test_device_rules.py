@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import json
+from types import SimpleNamespace
+
 import pytest
 import torch
+import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasttrain.core.strategy import Context
 from fasttrain.core.task import Task, weights_of
+from fasttrain.distributed import world
 from fasttrain.distributed.reductions import read_together
+from fasttrain.errors import ConfigError
 from fasttrain.optim.guarded import obeys_found_inf
 from tests.helpers import QUIET, Mlp
 
@@ -84,3 +90,97 @@ def test_counts_of_a_device_and_of_the_host_are_weighed_on_the_device_without_a_
         weights = weights_of(task, None, counts, context)
     assert [weight.device.type for weight in weights] == ["meta"] * 3
     assert not {"_to_copy.default", "_local_scalar_dense.default", "copy_.default"} & set(seen.names)
+
+
+class Broken(Mlp):
+    """After the second step the device answers nothing more, as CUDA does after an assert in a kernel."""
+
+    def train_step(self, batch):
+        if self.step == 2:
+
+            def refused(optimizer):
+                raise RuntimeError("CUDA error: device-side assert triggered")
+
+            self.plan.refused = refused
+            raise RuntimeError("CUDA error: device-side assert triggered")
+        return super().train_step(batch)
+
+
+def test_a_run_whose_device_failed_still_says_so_in_its_summary(tmp_path, monkeypatch):
+    monkeypatch.setattr(world, "_abandoned", False)
+    run = {"dir": str(tmp_path), "name": "a", "id": "b"}
+    with pytest.raises(RuntimeError, match="device-side assert") as caught:
+        Broken(batch_size=8, steps=4, run=run).fit()
+    assert caught.value.__context__ is None
+    summary = json.loads((tmp_path / "a" / "b" / "summary.json").read_text())
+    assert (summary["status"], summary["steps"], summary["refused_steps"]) == ("failed", 2, None)
+    assert summary["reason"] == "RuntimeError: CUDA error: device-side assert triggered"
+
+
+@pytest.mark.parametrize(
+    ("backends", "failed", "destroyed"),
+    [
+        ("cpu:gloo,cuda:nccl", False, 1),
+        ("cpu:gloo,cuda:nccl", True, 0),
+        ("cpu:gloo,xpu:xccl", True, 0),
+        ("cpu:gloo,cuda:gloo", True, 1),
+    ],
+)
+def test_a_rank_that_failed_does_not_wait_for_collectives_of_the_others(monkeypatch, backends, failed, destroyed):
+    calls = []
+    monkeypatch.setattr(world, "_abandoned", False)
+    monkeypatch.setattr(dist, "is_initialized", lambda: True)
+    monkeypatch.setattr(dist, "get_backend_config", lambda: backends)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: calls.append(1))
+    for name in ("is_initialized", "get_backend_config", "destroy_process_group"):
+        world.dist.__dict__.pop(name, None)  # what the lazy module looked up earlier
+    if failed:
+        world.abandon()
+    try:
+        world.leave()
+    finally:
+        for name in ("is_initialized", "get_backend_config", "destroy_process_group"):
+            world.dist.__dict__.pop(name, None)
+    assert len(calls) == destroyed
+
+
+@pytest.fixture
+def two_ranks_on():
+    """A process group of two ranks, of which this is one, that sends nothing."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    def begin(backend):
+        dist.init_process_group(backend, store=FakeStore(), rank=0, world_size=2)
+
+    yield begin
+    dist.destroy_process_group()
+
+
+def test_a_group_that_cannot_carry_both_host_and_device_is_refused(two_ranks_on):
+    two_ranks_on("cuda:fake")
+    with pytest.raises(ConfigError) as caught:
+        world.join("cpu")
+    assert "carries tensors of cuda, and a run on cpu needs cpu; use init_process_group(" in str(caught.value)
+    with pytest.raises(ConfigError, match='use init_process_group\\("cpu:gloo,cuda:nccl"\\)'):
+        world._check_carriers(torch.device("cuda", 0))
+
+
+def test_a_group_that_carries_both_is_taken_and_its_device_made_the_current_one(two_ranks_on, monkeypatch):
+    two_ranks_on("cpu:fake,cuda:fake")
+    chosen = []
+    monkeypatch.setattr(world, "pick_device", lambda asked, local_rank: torch.device("cuda", local_rank))
+    monkeypatch.setattr(world, "torch", SimpleNamespace(accelerator=SimpleNamespace(set_device_index=chosen.append)))
+    monkeypatch.setenv("LOCAL_RANK", "3")
+    assert world.join().device == torch.device("cuda", 3)
+    assert chosen == [3]
+
+
+def test_several_ranks_do_not_share_a_device_that_was_named(monkeypatch):
+    monkeypatch.setattr(world, "pick_device", lambda asked, local_rank: torch.device("cuda", 0))
+    monkeypatch.setattr(
+        world, "torch", SimpleNamespace(accelerator=SimpleNamespace(set_device_index=lambda index: None))
+    )
+    for name, value in {"WORLD_SIZE": "2", "RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "1"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(ConfigError, match="all would take the same one; use device=cuda"):
+        world.join("cuda:0")

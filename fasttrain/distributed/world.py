@@ -14,6 +14,8 @@ DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 # Backends that move tensors of each device; collectives on host tensors always go over gloo.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
+_VISIBLE = {"cuda": "CUDA_VISIBLE_DEVICES", "xpu": "ZE_AFFINITY_MASK"}
+
 
 @dataclass(frozen=True, kw_only=True)
 class World:
@@ -89,6 +91,9 @@ def join(device: str | None = None, timeout_s: float = 1800.0) -> World:
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if dist.is_available() and dist.is_initialized():
         where = pick_device(device, int(os.environ.get("LOCAL_RANK", dist.get_rank())))
+        if where.type not in ("cpu", "mps"):
+            torch.accelerator.set_device_index(where.index)
+        _check_carriers(where)
         return World(device=where, rank=dist.get_rank(), size=dist.get_world_size(), local_rank=local_rank)
     where = pick_device(device, local_rank)
     if where.type not in ("cpu", "mps"):
@@ -103,6 +108,11 @@ def join(device: str | None = None, timeout_s: float = 1800.0) -> World:
         raise ConfigError(
             f"WORLD_SIZE={size} is set but {', '.join(missing)} is not; start the ranks with torchrun, or unset WORLD_SIZE."
         )
+    if device is not None and ":" in device and where.index is not None:
+        raise ConfigError(
+            f"device={device} with {size} ranks: all would take the same one; use device={where.type}, and choose devices "
+            f"with {_VISIBLE.get(where.type, 'the launcher')}."
+        )
     dist.init_process_group(
         BACKENDS[where.type],
         timeout=datetime.timedelta(seconds=timeout_s),
@@ -112,11 +122,39 @@ def join(device: str | None = None, timeout_s: float = 1800.0) -> World:
     return World(device=where, rank=dist.get_rank(), size=size, local_rank=local_rank)
 
 
+_abandoned = False
+
+
+def abandon() -> None:
+    """After an error: leave without waiting for collectives under way, which the other ranks may never enter."""
+    global _abandoned
+    _abandoned = True
+
+
+def _check_carriers(device: torch.device) -> None:
+    """Refuse a group that exists already and carries tensors of the host or of the device alone."""
+    group = dist.group.WORLD
+    assert group is not None
+    held = {kind.type for kind in group._device_types}
+    if dist.get_world_size() > 1 and not held >= {"cpu", device.type}:
+        raise ConfigError(
+            f"the process group that exists already (backend {dist.get_backend()}) carries tensors of "
+            f"{', '.join(sorted(held))}, and a run on {device} needs {' and '.join(sorted({'cpu', device.type}))}; "
+            f'use init_process_group("{BACKENDS.get(device.type, "gloo")}"), or let the Trainer join the ranks.'
+        )
+
+
 def leave() -> None:
     """Leave the ranks. Does nothing where none were joined."""
-    if dist.is_available() and dist.is_initialized():
+    if dist.is_available() and dist.is_initialized() and not (_abandoned and _waits_when_left()):
         dist.destroy_process_group()
     atexit.unregister(leave)
+
+
+def _waits_when_left() -> bool:
+    # Destroying a group of NCCL (or XCCL) waits for all its collectives, for as long as the time-out; one that is not
+    # destroyed is aborted when the interpreter ends.
+    return any(name in dist.get_backend_config() for name in ("nccl", "xccl"))
 
 
 def lost_a_rank(error: BaseException) -> bool:

@@ -13,6 +13,7 @@ from fasttrain.checkpoint.folder import prune
 from fasttrain.config.settings import seconds
 from fasttrain.distributed.reductions import add_over_ranks, read_together
 from fasttrain.distributed.stopping import Stopper
+from fasttrain.distributed.world import abandon
 from fasttrain.lazy import torch
 from fasttrain.observe import (
     Observer,
@@ -105,7 +106,12 @@ class Session:
             self.profiler.stop()
         if error is None:
             return
-        summary = self.summary("failed", f"{type(error).__name__}: {error}")
+        abandon()
+        reason = f"{type(error).__name__}: {error}"
+        try:
+            summary = self.summary("failed", reason)
+        except RuntimeError:  # a device that failed (an assert in a kernel) answers nothing more
+            summary = self.summary("failed", reason, ask_device=False)
         for observer in self.observers:
             with contextlib.suppress(OSError):  # the first error is the one to tell
                 observer.failed(error, summary)
@@ -283,10 +289,13 @@ class Session:
 
     # ---- what remains
 
-    def summary(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        """What `summary.json` holds."""
+    def summary(self, status: str, reason: str | None = None, ask_device: bool = True) -> dict[str, Any]:
+        """What `summary.json` holds; with `ask_device=False` without what only the device knows."""
         trainer = self.trainer
-        refused = sum(float(trainer.plan.refused(optimizer)) for optimizer in trainer.optimizers.values())
+        refused, times = None, {}
+        if ask_device:
+            refused = int(sum(float(trainer.plan.refused(optimizer)) for optimizer in trainer.optimizers.values()))
+            times = self.clock.totals()
         return {
             "status": status,
             "reason": reason,
@@ -295,7 +304,7 @@ class Session:
             "dir": None if self.folder.dir is None else str(self.folder.dir),
             "steps": trainer.step,
             "total_steps": trainer.feed.total_steps,
-            "refused_steps": int(refused),
+            "refused_steps": refused,
             "epochs": trainer.feed.epochs_done,
             "samples": trainer.feed.samples,
             "final_loss": self.last_loss,
@@ -303,7 +312,7 @@ class Session:
             "wall_s": time.perf_counter() - self.began,
             "startup_s": self.began - _LOADED_AT,
             "compile_s": compile_seconds(),
-            **{k: v for k, v in self.clock.totals().items() if k in TOTALS or k.endswith("_per_s")},
+            **{k: v for k, v in times.items() if k in TOTALS or k.endswith("_per_s")},
             "peak_memory_bytes": peak_memory(trainer.device),
             "world_size": trainer.world.size,
             "device": str(trainer.device),
