@@ -147,6 +147,9 @@ def test_a_config_means_the_newest_run_of_its_name(capsys: pytest.CaptureFixture
     config.write_text("batch_size: 8\nsteps: 100\nrun: {dir: out, name: mine}\n")
     assert told(capsys, config)[1]["run"] == "out/mine/one"
     assert told(capsys, Path("out/mine/one/config.yaml"))[1]["run"] == "out/mine/one"
+    unnamed = Path("mine.yaml")
+    unnamed.write_text("trainer: tests.helpers:Mlp\nbatch_size: 8\nrun: {dir: out}\n")
+    assert told(capsys, unnamed)[1]["run"] == "out/mine/one"
 
 
 def test_no_such_run_is_a_wrong_request_with_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:

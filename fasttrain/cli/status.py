@@ -74,9 +74,8 @@ def _home_of(config: Path) -> Path:
         return config.parent
     from fasttrain.config import load
 
-    resolved = load(config)
-    settings = resolved.settings.run
-    name = settings.name or (resolved.trainer.__name__.lower() if resolved.trainer is not None else config.stem)
+    settings = load(config).settings.run
+    name = settings.name or config.stem  # as a run is named that is started from it
     if settings.dir is None:
         raise ConfigError(f"status of {config}: it sets run.dir=null, so its runs leave no folder; set run.dir.")
     home = Path(settings.dir) / name
