@@ -16,9 +16,9 @@ LATER_EVERY_S = 1.0
 class PlainProgress(Observer):
     """A line at the start, at most one a log point, and one at the end; each complete and flushed at once.
 
-    No carriage return, no colour, ASCII. Evaluations and saves are told on the next line, so the number of lines is
-    known beforehand. After 20 lines at most one a second is printed, and always that of the last step. A reader that
-    goes away (a closed pipe) ends the printing, not the training.
+    No carriage return, no colour, ASCII. The last evaluation and the last save are told on the next line, so the number
+    of lines is known beforehand. After 20 lines at most one a second is printed, and always that of the last step. A
+    reader that goes away (a closed pipe) ends the printing, not the training.
     """
 
     def __init__(self, stream: TextIO, now: Callable[[], float] = time.monotonic) -> None:
@@ -26,7 +26,7 @@ class PlainProgress(Observer):
         self._now = now
         self._left = text.TimeLeft(now)
         self._unit = "samples"
-        self._notes: list[str] = []
+        self._notes: dict[str, str] = {}
         self._lines = 0
         self._printed_at = -LATER_EVERY_S
 
@@ -34,11 +34,12 @@ class PlainProgress(Observer):
         """Say what begins."""
         self._unit = run.unit
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
-        steps = (
-            f"steps {run.start_step + 1} to {run.total_steps} (resumed)"
-            if run.start_step
-            else f"{run.total_steps} steps"
-        )
+        if run.start_step >= run.total_steps:
+            steps = f"all {run.total_steps} steps were made before"
+        elif run.start_step:
+            steps = f"steps {run.start_step + 1} to {run.total_steps} (resumed)"
+        else:
+            steps = f"{run.total_steps} steps"
         folder = f", in {text.near(run.dir)}" if run.dir is not None else ""
         self._print(
             f"start {run.name}/{run.id}: {text.count(run.parameters)} parameters on {run.device}, {ranks}, "
@@ -63,17 +64,22 @@ class PlainProgress(Observer):
         if record.get("refused_steps"):
             parts.append(f"refused {record['refused_steps']:g}")
         parts.append(f"left {text.span(left)}")
-        self._print("  ".join(parts + self._notes))
+        self._print("  ".join([*parts, *self._notes.values()]))
         self._notes.clear()
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """Keep the metrics for the next line."""
         metrics = " ".join(f"{name} {text.figure(value)}" for name, value in record["metrics"].items())
-        self._notes.append(f"| evaluation at step {record['step']}: {metrics}")
+        self._note("evaluation", f"| evaluation at step {record['step']}: {metrics}")
 
     def saved(self, record: Mapping[str, Any]) -> None:
         """Keep the save for the next line."""
-        self._notes.append(f"| saved step {record['step']}")
+        self._note("saved", f"| saved step {record['step']}")
+
+    def _note(self, kind: str, note: str) -> None:
+        """Keep the last of each kind: a line stays a line where many fall between two log points."""
+        self._notes.pop(kind, None)
+        self._notes[kind] = note
 
     def failed(self, error: BaseException, summary: Mapping[str, Any]) -> None:
         """Say how far the run came."""
@@ -91,7 +97,7 @@ class PlainProgress(Observer):
             parts.append("evaluation " + " ".join(metrics))
         parts += [text.speed(summary, self._unit), f"in {text.span(summary.get('wall_s'))}"]
         # Metrics stand in the summary already; a save that no line told of yet is told here.
-        parts += [note for note in self._notes if note.startswith("| saved")]
+        parts += [note for kind, note in self._notes.items() if kind == "saved"]
         self._print(f"end {status}{more}: " + "  ".join(parts))
 
     def _print(self, line: str) -> None:

@@ -128,7 +128,9 @@ def header(run: RunInfo, width: int) -> Text:
     """What begins."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
     length = [("", f"{run.total_steps:,} steps")]
-    if run.start_step:
+    if run.start_step >= run.total_steps:
+        length = [("", f"all {run.total_steps:,} steps were made before")]
+    elif run.start_step:
         length = [("steps", f"{run.start_step + 1:,} to {run.total_steps:,}"), ("", "resumed")]
     if run.steps_per_epoch:
         length.append(("an epoch", f"{run.steps_per_epoch:,}"))
@@ -212,7 +214,7 @@ def ending(
         rows.append(("data wait", [("", f"{get('data_wait_fraction'):.1%} of the step time")]))
     memory = get("peak_memory_bytes") or {}
     rows.append(("peak", [(name, text.size(memory[key])) for key, name in _PEAKS if memory.get(key) is not None]))
-    rows.append(("start", [(name, text.short_time(get(key))) for key, name in _STARTS if get(key)]))
+    rows.append(("start-up", [(name, text.short_time(get(key))) for key, name in _STARTS if get(key)]))
     if run.dir is not None:
         rows.append(("folder", [("", text.near(run.dir))]))
         rows.append(("curves", [("", f"tensorboard --logdir {text.near(run.dir.parent)}")]))
@@ -220,7 +222,7 @@ def ending(
 
 
 _PEAKS = (("allocated", "allocated"), ("reserved", "reserved"), ("rss", "host"))
-_STARTS = (("startup_s", "start-up"), ("compile_s", "compilation"))
+_STARTS = (("startup_s", ""), ("compile_s", "compilation"))
 
 
 def _titled(title: Text, rows: list[Row], width: int) -> Text:

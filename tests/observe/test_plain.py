@@ -146,3 +146,22 @@ def test_a_resumed_run_says_where_it_goes_on() -> None:
     stream = io.StringIO()
     PlainProgress(stream, Clock()).started(run_info(start_step=40))
     assert "steps 41 to 100 (resumed)" in stream.getvalue()
+
+
+def test_a_run_that_has_no_step_left_does_not_count_backwards() -> None:
+    stream = io.StringIO()
+    PlainProgress(stream, Clock()).started(run_info(start_step=100))
+    assert "all 100 steps were made before" in stream.getvalue()
+
+
+def test_of_many_evaluations_between_two_log_points_the_last_is_told() -> None:
+    stream = io.StringIO()
+    observer = PlainProgress(stream, Clock())
+    observer.started(run_info())
+    for step in (3, 6, 9):
+        observer.evaluated({"step": step, "metrics": {"accuracy": step / 10}})
+        observer.saved({"step": step})
+    observer.stepped(record(10))
+    line = stream.getvalue().splitlines()[-1]
+    assert line.endswith("| evaluation at step 9: accuracy 0.9000  | saved step 9")
+    assert line.count("|") == 2

@@ -263,7 +263,7 @@ def test_the_summary_takes_the_place_of_the_display(shown: Screen) -> None:
         "  speed       1,234 samples/s   step p50 12.5 ms   step p95 250 ms",
         "  data wait   2.1% of the step time",
         "  peak        host 3.00 GiB",
-        "  start       start-up 2.5 s",
+        "  start-up    2.5 s",
         "  folder      runs/digits/one",
         "  curves      tensorboard --logdir runs/digits",
         "",
