@@ -156,7 +156,10 @@ class Schedule(Strategy):
             # CUDA's fused kernels read a float32 rate; the CPU's take float64, so that the rate is the host's own.
             dtype = torch.float64 if step.device.type == "cpu" else torch.float32
             factors = [self.factor(i, total) for i in range(total + 1)]
-            self._table = torch.tensor(factors, dtype=dtype, device=step.device)
+            table = torch.tensor(factors, dtype=dtype)
+            # Once a run, and from pinned memory, so that the host need not wait even then.
+            pinned = table.pin_memory() if step.device.type in ("cuda", "xpu") else table
+            self._table = pinned.to(step.device, non_blocking=pinned is not table)
         index = step.to(torch.int64).clamp(max=len(self._table) - 1)
         return self._table.gather(0, index.reshape(1)).reshape(())
 

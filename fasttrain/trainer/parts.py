@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 from fasttrain.data import Data
+from fasttrain.lazy import nn
 
 TARGETS = ("label", "labels", "target", "targets")
 OVERRIDES = ("inputs", "count", "metrics")
@@ -18,12 +19,20 @@ def subclass_from_parts(base: type, model: Any, data: Any, loss: Callable[[Any, 
         "build_model": lambda self: model,
         "build_data": lambda self: data if isinstance(data, Data) else Data(train=data),
         "loss": lambda self, output, batch: loss(output, _target(batch) if from_torch else batch),
+        "place": lambda self, model: _place(base, self, model, loss),
         "inputs": lambda self, batch: _inputs(batch),
     }
     for name in OVERRIDES:
         if name in settings:
             methods[name] = _as_method(settings.pop(name))
     return type(type(model).__name__, (base,), methods)
+
+
+def _place(base: type, trainer: Any, model: Any, loss: Any) -> Any:
+    """Bring model and loss to the device: a loss may hold tensors of its own, such as weights of classes."""
+    if isinstance(loss, nn.Module):
+        base.place(trainer, loss)  # pyright: ignore[reportAttributeAccessIssue]
+    return base.place(trainer, model)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def _as_method(function: Callable[..., Any]) -> Callable[..., Any]:
