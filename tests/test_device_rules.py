@@ -10,13 +10,15 @@ import torch
 import torch.distributed as dist
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fasttrain import Trainer
 from fasttrain.core.strategy import Context
 from fasttrain.core.task import Task, weights_of
+from fasttrain.data.seeds import mix
 from fasttrain.distributed import world
 from fasttrain.distributed.reductions import read_together
 from fasttrain.errors import ConfigError
 from fasttrain.optim.guarded import obeys_found_inf
-from tests.helpers import QUIET, Mlp
+from tests.helpers import QUIET, Mlp, points
 
 
 class Operations(TorchDispatchMode):
@@ -184,3 +186,23 @@ def test_several_ranks_do_not_share_a_device_that_was_named(monkeypatch):
         monkeypatch.setenv(name, value)
     with pytest.raises(ConfigError, match="all would take the same one; use device=cuda"):
         world.join("cuda:0")
+
+
+def test_a_loss_that_holds_tensors_goes_where_the_model_goes():
+    class OnMeta(Trainer):
+        def place(self, model):
+            return model.to("meta")
+
+    loss = torch.nn.CrossEntropyLoss(weight=torch.ones(4))
+    trainer = OnMeta.from_parts(torch.nn.Linear(8, 4), points(), loss, batch_size=8, steps=1, **QUIET)
+    assert loss.weight.device.type == "meta"
+    assert {parameter.device.type for parameter in trainer.model.parameters()} == {"meta"}
+
+
+def test_a_device_whose_generator_was_not_saved_draws_what_a_resumed_run_draws(tmp_path, monkeypatch):
+    run = {"dir": str(tmp_path), "name": "a", "id": "b"}
+    Mlp(batch_size=8, steps=3, run=run, checkpoint={"every": 2}).fit()
+    seeds = []
+    monkeypatch.setattr("fasttrain.trainer.state.seed_everything", seeds.append)
+    Mlp(batch_size=8, steps=3, **QUIET).restore(tmp_path / "a" / "b" / "checkpoints" / "step-2")
+    assert seeds == [mix(0, "resumed", 2, 0)]

@@ -164,10 +164,10 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
         if plain["refused"].get(part):
             trainer.plan.set_refused(optimizer, int(plain["refused"][part]))
     trainer.plan.started_with(trainer.model, trainer.optimizers.values(), trainer.step)
+    # For what was not saved: by fewer ranks, or on another kind of device.
+    seed_everything(mix(trainer.seed, "resumed", trainer.step, rank))
     if rng:
         set_rng(rng, rank, trainer.device)
-    else:  # saved by fewer ranks
-        seed_everything(mix(trainer.seed, "resumed", trainer.step, rank))
     return plain
 
 
