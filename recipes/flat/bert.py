@@ -121,11 +121,11 @@ def train(steps: int | None = None, config: Config | None = None, log_every: int
             if step == steps:
                 break
             former = torch.get_rng_state()
-            torch.manual_seed(mix(config.seed, "batch", epoch, first))
+            torch.default_generator.manual_seed(mix(config.seed, "batch", epoch, first))
             tokens = text.train[permutation[first : first + size]]
             batch = hide(tokens, text, config.data.mask_probability)
             torch.set_rng_state(former)
-            batch = {name: tensor.to(device, non_blocking=True) for name, tensor in batch.items()}
+            batch = {name: tensor.to(device) for name, tensor in batch.items()}
 
             for group in optimizer.param_groups:
                 group["lr"] = learning_rate(step, config)

@@ -37,10 +37,10 @@ def one_cycle(step: int, total: int, warmup: float = 0.2, start: float = 25.0, e
 
 def train(steps: int, seed: int = SEED, norm: str = "batch", width: int = 32) -> tuple[Any, list[float]]:
     """Train for `steps` steps; returns the model and the loss of each step."""
-    data = digits(shift=0)
-    images, labels = data.train
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    images, labels = digits(shift=0).train
     torch.manual_seed(seed)
-    model = build_resnet("resnet8", num_classes=10, channels=1, stem="small", norm=norm, width=width)
+    model = build_resnet("resnet8", num_classes=10, channels=1, stem="small", norm=norm, width=width).to(device)
     optimizer = torch.optim.SGD(
         model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
     )
@@ -54,11 +54,11 @@ def train(steps: int, seed: int = SEED, norm: str = "batch", width: int = 32) ->
                 break
             picked = order[first : first + BATCH_SIZE]
             with torch.random.fork_rng(devices=[]):
-                torch.manual_seed(mix(seed, "batch", epoch, first))
-                x = shifted(images[picked], by=1)
+                torch.default_generator.manual_seed(mix(seed, "batch", epoch, first))
+                x = shifted(images[picked], by=1).to(device)
             for group in optimizer.param_groups:
                 group["lr"] = LEARNING_RATE * one_cycle(step, steps)
-            loss = F.cross_entropy(model(x), labels[picked])
+            loss = F.cross_entropy(model(x), labels[picked].to(device))
             loss.backward()
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
@@ -70,7 +70,8 @@ def train(steps: int, seed: int = SEED, norm: str = "batch", width: int = 32) ->
 
 def accuracy(model: Any) -> float:
     """Share of the held-out digits that are named rightly."""
-    images, labels = digits(shift=0).evaluation
+    device = next(model.parameters()).device
+    images, labels = (tensor.to(device) for tensor in digits(shift=0).evaluation)
     model.eval()
     with torch.no_grad():
         return (model(images).argmax(1) == labels).float().mean().item()
