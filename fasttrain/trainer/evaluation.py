@@ -13,6 +13,8 @@ if TYPE_CHECKING:
     from fasttrain.trainer.trainer import Trainer
 
 Sums = dict[str, list[Any]]
+# Before the names of what is summed: a figure that user code logs must not be added to a loss or metric of its name.
+LOSS, METRIC, LOGGED = "loss ", "metric ", "logged "
 
 
 def evaluate(trainer: Trainer) -> dict[str, float]:
@@ -58,11 +60,11 @@ def _add(sums: Sums, trainer: Trainer, batch: Any, samples: int) -> None:
         loss, values = trainer.compute_loss(batch), {}
     named = loss if isinstance(loss, Mapping) else {"": loss}
     for name, value in named.items():
-        _accumulate(sums, f"loss/{name}" if name else "loss", value, parts.get(name, weight))
+        _accumulate(sums, LOSS + name, value, parts.get(name, weight))
     for name, value in values.items():
-        _accumulate(sums, name, value, weight)
+        _accumulate(sums, METRIC + name, value, weight)
     for name, (total, by) in trainer.figures.take_sums().items():
-        held = sums.setdefault(name, [0.0, 0.0])
+        held = sums.setdefault(LOGGED + name, [0.0, 0.0])
         held[0], held[1] = held[0] + total, held[1] + by
 
 
@@ -88,8 +90,12 @@ def _accumulate(sums: Sums, name: str, value: Any, count: Any) -> None:
 
 
 def _means(sums: dict[str, Pair]) -> dict[str, float]:
-    means = {name: total / count if count else float("nan") for name, (total, count) in sums.items()}
-    parts = [name for name in means if name.startswith("loss/")]
-    if parts:
-        means["loss"] = sum(means[name] for name in parts)
-    return means
+    kinds: dict[str, dict[str, float]] = {LOSS: {}, METRIC: {}, LOGGED: {}}
+    for key, (total, count) in sums.items():
+        kind, _, name = key.partition(" ")
+        kinds[kind + " "][name] = total / count if count else float("nan")
+    losses = kinds[LOSS]
+    told = {f"loss/{name}": mean for name, mean in losses.items() if name}
+    if losses:
+        told["loss"] = sum(losses.values())
+    return kinds[LOGGED] | kinds[METRIC] | told

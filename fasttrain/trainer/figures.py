@@ -9,6 +9,11 @@ from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.observe.observer import LoggedHistogram, LoggedImage
 
+# Names that the record of a log point has itself.
+TAKEN = frozenset(
+    {"step", "total_steps", "samples", "epoch", "loss", "lr", "grad_norm", "memory", "step_time_s", "data_wait_s"}
+)
+
 
 class Figures:
     """What was logged since the last log point. Nothing is kept while nobody is `watching`."""
@@ -19,7 +24,15 @@ class Figures:
         self._media: dict[str, tuple[str, Any]] = {}
 
     def add(self, name: str, value: Any, weight: Any, kind: str) -> None:
-        """Take a figure of one microbatch that weighs `weight` (`None`: 1)."""
+        """Take a figure of one microbatch that weighs `weight` (`None`: 1).
+
+        Raises:
+            ConfigError: the name is taken, or there is no such kind.
+        """
+        if name in TAKEN:
+            raise ConfigError(
+                f"log({name!r}): the run logs a figure of its own under that name; use another, for example 'my/{name}'."
+            )
         if kind in ("image", "histogram"):
             self._media[name] = (kind, value.detach().clone())
             return

@@ -217,9 +217,9 @@ class Session:
             "grad_norm": figures.pop("grad_norm", None),
             **window,
             "memory": current_memory(trainer.device),
-            **figures,
             **logged,
             **media,
+            **figures,
         }
         for observer in self.observers:
             observer.stepped(record)

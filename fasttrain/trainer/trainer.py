@@ -237,6 +237,12 @@ class Trainer:
     def _task(self) -> Task:
         given = type(self)
         apart = given.compute_loss is Trainer.compute_loss
+        measures = given.metrics is not Trainer.metrics and given.evaluate is Trainer.evaluate
+        if measures and given.loss is Trainer.loss:
+            raise ConfigError(
+                f"{given.__name__} gives metrics(output, batch), but no loss(output, batch), so an evaluation has no output "
+                "to measure; give loss (and inputs), or call self.log(name, value) in compute_loss."
+            )
         return Task(
             model=self.model,
             compute_loss=self.compute_loss,
