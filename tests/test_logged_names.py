@@ -59,6 +59,7 @@ def test_a_figure_of_a_strategy_is_not_replaced_by_a_logged_one():
 
 def test_metrics_without_an_output_to_measure_are_refused():
     class Unmeasured(Trainer):
+        n = 24
         build_data, build_model = Mlp.build_data, Mlp.build_model
 
         def compute_loss(self, batch):
