@@ -174,7 +174,9 @@ def test_a_refused_step_changes_neither_weights_nor_state(monkeypatch, name, fus
             step_unless(optimizer, flag)
         optimizer.zero_grad()
 
-    assert obeys_found_inf(optimizer) is fused
+    # Fused Adagrad obeys from a torch after 2.11 on; before, a value is read, and the result is the same.
+    obeys = fused and (name != "adagrad" or getattr(optimizer, "_step_supports_amp_scaling", False))
+    assert obeys_found_inf(optimizer) is obeys
     step(bad=False)
     weights = {n: p.detach().clone() for n, p in model.named_parameters()}
     held = {
@@ -188,7 +190,7 @@ def test_a_refused_step_changes_neither_weights_nor_state(monkeypatch, name, fus
     step(bad=False)
     assert largest_difference(dict(model.named_parameters()), weights) > 0.0
     assert not hasattr(optimizer, "found_inf")
-    assert reads.count(True) == (0 if fused else 3)
+    assert reads.count(True) == (0 if obeys else 3)
 
 
 def test_the_default_optimizer_is_adamw():
