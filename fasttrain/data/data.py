@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,7 +18,9 @@ class Data:
     map-style data set (`__getitem__` and `__len__`: read by torch's DataLoader), or an iterable that gives this rank's
     batches itself. `transform(batch) -> batch` runs on the host on each training batch; torch's, numpy's and Python's
     global random generators are then seeded by (seed, epoch, position), so that what it draws does not depend on
-    workers, prefetching or restarts. The same holds for what a data set draws, sample by sample.
+    workers, prefetching or restarts. The same holds for what a data set draws, sample by sample, and for what an iterable
+    draws, batch by batch (the order of a shuffling DataLoader, unless it was given a generator of its own). Samplers and
+    data sets with a `set_epoch` are told the epoch.
 
     With several ranks, `transform` of tensors in memory sees the batch of all ranks on each of them, so that it draws
     what it draws on one; `transform_share=True` gives it this rank's share alone (less host work, other draws). A data
@@ -72,13 +74,3 @@ def take(source: Any, indices: Any) -> Any:
     """The samples of a tree of tensors at `indices` (int64, `[n]`), copied into a batch."""
     # index_select beats plain indexing several times over for small samples and for uint8.
     return pytree.tree_map(lambda tensor: tensor.index_select(0, indices), source)
-
-
-def batches_of(source: Any) -> Iterator[Any]:
-    """The batches an iterable gives, after a word about an empty one."""
-    empty = True
-    for batch in source:
-        empty = False
-        yield batch
-    if empty:
-        raise ConfigError("the training data gave no batch; look at the path, the filter or the batch size.")

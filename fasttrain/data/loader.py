@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import random
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
 from fasttrain.core.batch import num_samples, pieces
-from fasttrain.data.data import Data, batches_of, form, take
+from fasttrain.data.data import Data, form, take
 from fasttrain.data.order import Order, share
 from fasttrain.data.seeds import mix
 from fasttrain.data.workers import read
@@ -114,8 +115,31 @@ def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
     return read(loader)
 
 
-def given_batches(source: Any) -> Iterator[Any]:
-    """The batches that an iterable gives by itself."""
-    if isinstance(source, torch.utils.data.DataLoader):
-        source = read(source)
-    return batches_of(source)
+def given_batches(source: Any, transform: Callable[[Any], Any] | None, *seeds: object, epoch: int) -> Iterator[Any]:
+    """The batches that an iterable gives by itself.
+
+    What it draws for them from the host's global generators follows from `seeds`, the epoch and the number of the batch:
+    neither training nor evaluation is moved by the other, and a restart finds the same order.
+    """
+    _tell_epoch(source, epoch)
+    with own_randomness(mix(*seeds, epoch)):
+        reading = read(source) if isinstance(source, torch.utils.data.DataLoader) else iter(source)
+    for number in itertools.count():
+        with own_randomness(mix(*seeds, epoch, number)):
+            try:
+                batch = next(reading)
+            except StopIteration:
+                return
+            if transform is not None:
+                batch = transform(batch)
+        yield batch
+
+
+def _tell_epoch(source: Any, epoch: int) -> None:
+    """Samplers and data sets that shuffle by an epoch (DistributedSampler, streaming sets) repeat one order unless told."""
+    loader = isinstance(source, torch.utils.data.DataLoader)
+    sampler = getattr(source, "sampler", None) if loader else None
+    inner = getattr(getattr(source, "batch_sampler", None), "sampler", None) if loader else None
+    for part in {id(part): part for part in (source, getattr(source, "dataset", None), sampler, inner)}.values():
+        if callable(set_epoch := getattr(part, "set_epoch", None)):
+            set_epoch(epoch)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
@@ -126,13 +127,22 @@ class Feed:
             return epoch_batches(
                 self.data, self.data.train, self.order, position.epoch, position.seen, world.rank, world.size, True
             )
-        return self._given(self.data.train, position.seen)
+        return self._given(position.epoch, position.seen)
 
-    def _given(self, source: Any, skip: int) -> Iterator[tuple[Any, int, int]]:
-        for number, batch in enumerate(given_batches(source)):
+    def _given(self, epoch: int, skip: int) -> Iterator[tuple[Any, int, int]]:
+        source, number = self.data.train, -1
+        seeds = (self.settings.seed, "given", self.world.rank)
+        for number, batch in enumerate(given_batches(source, self.data.transform, *seeds, epoch=epoch)):
             here = self._samples_in(batch, source, number)
             if number >= skip:
                 yield batch, here, here * self.world.size
+        if number < 0 and epoch:
+            raise ConfigError(
+                f"the training data gave no batch in epoch {epoch + 1}; an iterator can be gone through once: give what can "
+                "be begun anew, such as a DataLoader or an object with __iter__, or fewer steps."
+            )
+        if number < 0:
+            raise ConfigError("the training data gave no batch; look at the path, the filter or the batch size.")
 
     def _samples_in(self, batch: Any, source: Any, number: int) -> int:
         """Samples in a batch that the data cut. Other sizes than the share are left to the check of whoever cuts it."""
@@ -150,7 +160,8 @@ class Feed:
         """Evaluation batches on the device with the samples in each; every sample once over all ranks."""
         source, settings, world = self.data.evaluation, self.settings, self.world
         if form(source) == "batches":
-            for batch in source:
+            given = given_batches(source, None, settings.seed, "evaluation", world.rank, epoch=0)
+            for batch in itertools.islice(given, settings.limit_batches):
                 yield self._deliver(batch, _leading(batch), 0, task, plan), _leading(batch)
             return
         size = num_samples_of(source)
