@@ -6,7 +6,6 @@ from typing import Any
 
 from fasttrain.lazy import torch
 
-
 # Fused kernels that read the flag. Those of MPS did not before pytorch/pytorch#186360, and changed the weights all the
 # same. Revisit when the oldest torch that is supported has it.
 OBEYING = ("cpu", "cuda", "xpu")
