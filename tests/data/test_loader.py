@@ -104,6 +104,14 @@ def test_reading_draws_nothing_from_the_trainings_own_generators():
     assert states[1:] == (np.random.get_state()[1].tolist(), random.getstate())
 
 
+def test_generators_are_kept_once_a_batch_and_not_for_each_sample(monkeypatch):
+    kept = []
+    monkeypatch.setattr("fasttrain.data.loader.own_randomness", lambda seed: kept.append(seed) or own_randomness(seed))
+    batches = read(Data(train=Indices(12)), Order(size=12, batch_size=4))
+    assert [len(batch[0]) for batch, *_ in batches[0]] == [4, 4, 4]
+    assert len(kept) == 3
+
+
 def test_generators_are_put_back_after_an_error():
     state = torch.get_rng_state()
     with pytest.raises(KeyError), own_randomness(3):
