@@ -223,6 +223,24 @@ def test_a_run_that_another_process_writes_is_not_taken_up(tmp_path):
     assert again.returncode == 0, again.stderr
 
 
+def test_another_batch_size_with_epochs_says_how_many_steps_are_meant(tmp_path):
+    settings = {"run": {"dir": str(tmp_path), "name": "a", "id": "b"}, "checkpoint": {"every": 1, "keep": None}}
+    Mlp(**settings, batch_size=8, steps=4).fit()  # 3 steps an epoch of 24: one epoch and a third
+    checkpoint = str(tmp_path / "a" / "b" / "checkpoints" / "step-4")
+    with pytest.raises(ConfigError, match=r"is at step 4 with batches of 8.* steps=8 ends after the same epochs"):
+        Mlp(**settings, batch_size=4, epochs=2, resume=checkpoint).fit()
+    # 16 samples are left of the second epoch: 4 steps; and 6 a further epoch.
+    done = Mlp(**settings, batch_size=4, steps=8, resume=checkpoint).fit()
+    assert (done["status"], done["epochs"]) == ("done", 2.0)
+
+
+def test_a_checkpoint_beyond_the_planned_end_is_refused(tmp_path):
+    settings = {"batch_size": 8, "run": {"dir": str(tmp_path), "name": "a", "id": "b"}}
+    Mlp(**settings, steps=4).fit()
+    with pytest.raises(ConfigError, match="is at step 4, beyond the 2 steps planned here; give more"):
+        Mlp(**settings, steps=2, resume=str(tmp_path / "a" / "b")).fit()
+
+
 def test_a_damaged_checkpoint_is_passed_over_for_the_one_before_it(tmp_path, capsys):
     settings = {
         "batch_size": 8,

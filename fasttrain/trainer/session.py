@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import sys
 import time
+from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
+
+import yaml
 
 from fasttrain.checkpoint.folder import prune
 from fasttrain.config.settings import seconds
 from fasttrain.distributed.reductions import add_over_ranks, read_together
 from fasttrain.distributed.stopping import Stopper
 from fasttrain.distributed.world import abandon
+from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.observe import (
     Observer,
@@ -94,6 +99,7 @@ class Session:
     def _take_up(self) -> None:
         assert self.folder.checkpoint is not None
         plain = restore_state(self.trainer, self.folder.checkpoint.path)
+        refuse_wrong_length(self.trainer, self.folder.checkpoint.path, plain["config"])
         self.metrics = plain["metrics"]
         self.saved_at = self.trainer.step
         for observer, state in zip(self.observers, plain["observers"], strict=False):
@@ -319,6 +325,33 @@ class Session:
             "torch": torch.__version__,
             "config_hash": trainer.resolved.hash(),
         }
+
+
+def refuse_wrong_length(trainer: Trainer, checkpoint: Path, config: str) -> None:
+    """Refuse a checkpoint beyond the planned end, and epochs whose first part had other batches.
+
+    A run is planned in steps. With another `batch_size` those of the first part are not those of the rest, and `epochs`
+    would end it too early or too late without a word.
+
+    Raises:
+        ConfigError: the planned steps are not what is meant.
+    """
+    feed, settings, step = trainer.feed, trainer.config, trainer.step
+    before = yaml.safe_load(config)["batch_size"]
+    if before != settings.batch_size and settings.epochs is not None and feed.order is not None:
+        position, per_epoch = feed.position, feed.order.steps_per_epoch
+        this_epoch = math.ceil((feed.order.end - position.seen) / settings.batch_size)
+        steps_left = max(0, this_epoch + (settings.epochs - position.epoch - 1) * per_epoch)
+        raise ConfigError(
+            f"epochs={settings.epochs} with batch_size={settings.batch_size}: {checkpoint} is at step {step} with batches "
+            f"of {before}, and a run is planned in steps; say how many are meant: steps={step + steps_left} ends after the "
+            f"same epochs, or go on with batch_size={before}."
+        )
+    if step > feed.total_steps:
+        raise ConfigError(
+            f"{checkpoint} is at step {step}, beyond the {feed.total_steps} steps planned here; give more of them (steps=N, "
+            "epochs=N), or start anew without resume."
+        )
 
 
 def compile_seconds() -> float:
