@@ -8,6 +8,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from fasttrain.errors import ConfigError
+
 if TYPE_CHECKING:
     import torch
     from torch import Tensor, nn
@@ -61,11 +63,18 @@ class Context:
     find_blocks: Callable[[nn.Module], list[nn.Module]] | None = None
     strategies: Mapping[str, str] = field(default_factory=dict)
 
-    def blocks(self, model: nn.Module) -> list[nn.Module]:
-        """The repeated blocks of a model, as its trainer names them or as they are found."""
+    def blocks(self, model: nn.Module, needed_by: str) -> list[nn.Module]:
+        """The repeated blocks of a model, as its trainer names them or as they are found.
+
+        Raises:
+            ConfigError: there are none; the message begins with `needed_by`.
+        """
         from fasttrain.nn.blocks import find_blocks
 
-        return self.find_blocks(model) if self.find_blocks is not None else find_blocks(model)
+        try:
+            return self.find_blocks(model) if self.find_blocks is not None else find_blocks(model)
+        except ConfigError as error:
+            raise ConfigError(f"{needed_by}: {error}") from error
 
 
 @dataclass(frozen=True, kw_only=True)

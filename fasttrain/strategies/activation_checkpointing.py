@@ -35,7 +35,7 @@ class Full(Strategy):
         """Wrap the forward of each chosen block."""
         from fasttrain.nn.recompute import checkpoint_blocks
 
-        blocks = self.context.blocks(model)
+        blocks = self.context.blocks(model, "activation_checkpointing=full")
         if any(block is model for block in blocks):
             raise ConfigError(
                 "activation_checkpointing=full around the whole model saves nothing: everything is recomputed, and then "

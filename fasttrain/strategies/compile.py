@@ -74,5 +74,5 @@ class Blocks(Strategy):
 
     def model(self, model: Any) -> Any:
         """Compile the blocks."""
-        compile_blocks(self.context.blocks(model), self.config)
+        compile_blocks(self.context.blocks(model, "compile=blocks"), self.config)
         return model

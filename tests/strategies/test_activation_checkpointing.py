@@ -338,7 +338,9 @@ def test_a_model_without_blocks_says_what_to_write():
         def build_model(self):
             return nn.Sequential(nn.Linear(8, 4))
 
-    with pytest.raises(ConfigError, match="no repeated blocks were found in Sequential; override blocks"):
+    with pytest.raises(
+        ConfigError, match="activation_checkpointing=full: no repeated blocks were found in Sequential; override blocks"
+    ):
         Flat(batch_size=8, activation_checkpointing="full", **QUIET)
 
 
