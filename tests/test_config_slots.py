@@ -88,6 +88,8 @@ def test_plugins_are_imported_before_strategies_are_looked_up():
     ("source", "named", "said", "suggestion"),
     [
         ("import nothing_there\n", "m:A", "No module named 'nothing_there'", "install 'nothing_there'"),
+        ("import nothing_there.part\n", "m:A", "No module named 'nothing_there'", "install 'nothing_there'"),
+        ("import json.part\n", "m:A", "No module named 'json.part'", "'json' is there without it"),
         ("1 / 0\n", "m:A", "ZeroDivisionError", "python -c"),
         ("def f(:\n", "m:A", "SyntaxError", "m.py:1"),
         ("raise SystemExit(3)\n", "m:A", "SystemExit: 3", "python -c"),

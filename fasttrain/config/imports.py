@@ -41,8 +41,10 @@ class Importer:
                 missing = error.name or ""
                 if name == missing or name.startswith(f"{missing}."):
                     hint = f"start in the folder that holds '{missing.partition('.')[0]}', or install it"
+                elif "." in missing and missing.partition(".")[0] in sys.modules:
+                    hint = f"'{missing.partition('.')[0]}' is there without it: look at the spelling, or at its version"
                 else:
-                    hint = f"install '{missing}'"
+                    hint = f"install '{missing.partition('.')[0]}'"
             elif isinstance(error, SyntaxError) and error.filename:
                 hint = f"see {error.filename}:{error.lineno}"
             self.refuse(key, place, f"the module '{name}' cannot be imported: {cause}", hint)
