@@ -54,6 +54,20 @@ def test_from_parts_trains_without_a_subclass():
     assert largest_difference(model.state_dict(), plain_training()[0]) == 0.0
 
 
+@pytest.mark.parametrize(
+    ("data", "held"),
+    [
+        (torch.zeros(12, 8), "is one tensor"),
+        ((torch.zeros(12, 8),), "is a tuple of one"),
+        ({"x": torch.zeros(12, 8)}, "has 'x' and none of 'label'"),
+    ],
+)
+def test_from_parts_refuses_a_loss_of_torch_where_the_batch_has_no_target(data, held):
+    trainer = Trainer.from_parts(nn.Linear(8, 8), data, nn.MSELoss(), batch_size=12, epochs=1, **QUIET)
+    with pytest.raises(ConfigError, match=held):
+        trainer.fit()
+
+
 def test_from_parts_gives_a_function_of_ones_own_the_whole_batch():
     seen = []
 

@@ -52,6 +52,13 @@ def form(source: Any) -> str:
                 f"the tensors of the data hold {sorted(map(str, sizes))} samples; give tensors of one equal dim 0."
             )
         return "tensors"
+    if isinstance(source, tuple | dict):
+        # Both have a length and can be indexed, and would pass for data sets of two samples.
+        odd = next((leaf for leaf in leaves if not isinstance(leaf, torch.Tensor)), None)
+        raise ConfigError(
+            f"a {type(source).__name__} of columns must hold tensors alone, and this one holds a {type(odd).__name__}; "
+            "convert it with torch.as_tensor, or give a data set whose __getitem__(i) returns sample i."
+        )
     if hasattr(source, "__getitem__") and hasattr(source, "__len__"):
         return "dataset"
     if isinstance(source, Iterable):

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from typing import Any
 
 from fasttrain.data import Data
-from fasttrain.lazy import nn
+from fasttrain.errors import ConfigError
+from fasttrain.lazy import nn, torch
 
 TARGETS = ("label", "labels", "target", "targets")
 OVERRIDES = ("inputs", "count", "metrics")
@@ -47,5 +48,15 @@ def _inputs(batch: Any) -> tuple[Any, ...]:
 
 def _target(batch: Any) -> Any:
     if isinstance(batch, dict):
-        return next(batch[name] for name in TARGETS if name in batch)
-    return batch[1]
+        for name in TARGETS:
+            if name in batch:
+                return batch[name]
+        held = f"the batch has {', '.join(map(repr, batch))} and none of {', '.join(map(repr, TARGETS))}"
+    elif isinstance(batch, tuple | list) and len(batch) > 1:
+        return batch[1]
+    else:
+        held = f"the batch is {'one tensor' if isinstance(batch, torch.Tensor) else 'a tuple of one'}"
+    raise ConfigError(
+        f"a loss of torch's takes an output and a target, but {held}; give data of (input, target), or a function "
+        "loss(output, batch) of your own."
+    )

@@ -264,9 +264,9 @@ class Trainer:
         """A trainer from a model, data, and a loss.
 
         `data` is a `Data`, or anything its `train` takes. The model is called with the first entry of a tuple batch, or
-        with all entries of a dict batch but `label`, `labels` and `target`. A loss from torch (`nn.CrossEntropyLoss()`,
-        `F.cross_entropy`) is called with the output and the batch's second (or label) entry; a function of your own with
-        the output and the batch. Overrides by keyword: `inputs`, `count`, `metrics`.
+        with all entries of a dict batch but `label`, `labels`, `target` and `targets`. A loss from torch
+        (`nn.CrossEntropyLoss()`, `F.cross_entropy`) is called with the output and the batch's second (or label) entry; a
+        function of your own with the output and the batch. Overrides by keyword: `inputs`, `count`, `metrics`.
         """
         from fasttrain.trainer.parts import subclass_from_parts
 

@@ -148,3 +148,21 @@ def test_forms_of_data():
         form((x, torch.zeros(3)))
     with pytest.raises(ConfigError, match="is no data"):
         form(3)
+
+
+@pytest.mark.parametrize(
+    ("source", "named"),
+    [
+        ((np.zeros((4, 2)), np.zeros(4)), "a ndarray"),
+        ({"x": torch.zeros(4, 2), "name": ["a", "b", "c", "d"]}, "a str"),
+        ((torch.zeros(4, 2), [0, 1, 2, 3]), "a int"),
+    ],
+)
+def test_a_tuple_or_dict_of_columns_that_are_no_tensors_is_no_data_set_of_as_many_samples(source, named):
+    with pytest.raises(ConfigError, match=f"{named}.*torch.as_tensor"):
+        form(source)
+
+
+def test_a_list_of_samples_stays_a_data_set():
+    assert form([(np.zeros(2), 1), (np.ones(2), 0)]) == form([{"x": 1}]) == "dataset"
+    assert num_samples_of([(np.zeros(2), 1), (np.ones(2), 0)]) == 2
