@@ -1,0 +1,91 @@
+"""The benchmarks run; what they say of speed is for a quiet machine, and of GPUs for one that has them."""
+
+import csv
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from benchmarks import gpu
+from tests.commands import ROOT
+
+
+def rows_of(path):
+    with path.open(newline="") as file:
+        return list(csv.DictReader(file))
+
+
+def test_the_overhead_benchmark_compares_with_a_flat_loop():
+    command = [sys.executable, "benchmarks/overhead.py", "--rounds", "1", "--only", "mlp"]
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr
+    words = done.stdout.splitlines()[-1].split()
+    figures = dict(zip(words[::2], words[1::2], strict=True))
+    assert figures["recipe"] == "mlp"
+    assert 0.2 < float(figures["ratio"]) < 5.0  # other work on the machine may fall on one of the two
+    assert float(figures["flat_us"]) > 0.0
+    assert float(figures["trainer_calls"]) > 0.0
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_the_gpu_benchmark_says_what_it_needs(capsys):
+    assert gpu.main([]) == 2
+    message = capsys.readouterr().err
+    assert f"torch {torch.__version__} sees no cuda device here" in message
+    assert "--device cpu --tiny" in message
+
+
+def test_the_gpu_benchmark_appends_rows(tmp_path):
+    path = tmp_path / "results" / "gpu.csv"
+    for _ in range(2):
+        assert gpu.main(["--device", "cpu", "--tiny", "--only", "fp32", "--save", str(path)]) == 0
+    rows = rows_of(path)
+    assert [row["model"] for row in rows] == ["resnet50", "bert_base"] * 2
+    for row in rows:
+        assert row["status"] == "done"
+        assert (row["setting"], row["torch"], row["device"]) == ("fp32", torch.__version__, "cpu")
+        assert float(row["step_ms"]) > 0.0
+        assert float(row["ratio"]) == pytest.approx(float(row["step_ms"]) / float(row["flat_ms"]), rel=1e-2)
+
+
+@pytest.mark.slow
+def test_every_setting_of_the_gpu_benchmark_runs_or_says_why_not(tmp_path):
+    path = tmp_path / "gpu.csv"
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "bert_base", "--save", str(path)]) == 0
+    rows = {row["setting"]: row for row in rows_of(path)}
+    assert list(rows) == list(gpu.SETTINGS)
+    assert {setting for setting, row in rows.items() if row["status"] == "done"} == set(gpu.SETTINGS) - {"tf32"}
+    assert "has no TensorFloat-32" in rows["tf32"]["reason"]
+
+
+def test_what_there_is_no_time_for_is_named(tmp_path):
+    path = tmp_path / "gpu.csv"
+    assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "-1", "--save", str(path)]) == 0
+    rows = rows_of(path)
+    assert len(rows) == len(gpu.MODELS) * len(gpu.SETTINGS) == 12
+    assert {row["status"] for row in rows} == {"left out"}
+
+
+@pytest.mark.parametrize("setting", ["fp32", "bf16", "fp16"])
+@pytest.mark.parametrize("name", gpu.MODELS)
+def test_the_flat_loop_trains_as_the_trainer_does(monkeypatch, name, setting):
+    kind, cpu = gpu.MODELS[name][1], torch.device("cpu")
+    settings = {"batch_size": kind.samples, "steps": 4, "run": {"dir": None}, "device": "cpu"}
+    trainer = kind(**settings, optimizer={"name": "adamw", "lr": 1e-4}, **gpu.SETTINGS[setting])
+    batches = gpu.endless(trainer.data.train, kind.samples, cpu)
+    torch.manual_seed(0)
+    trainer.model.load_state_dict(trainer.build_model().state_dict())
+    for _ in range(2):
+        trainer.train_step(next(batches))
+    models = []
+    build = kind.build_model
+    monkeypatch.setattr(kind, "build_model", lambda self: models.append(build(self)) or models[-1])
+    flat = gpu.flat_block(trainer, setting, cpu)
+    assert flat is not None
+    flat(2)
+    trained, by_hand = trainer.model.state_dict(), models[0].state_dict()
+    assert set(trained) == set(by_hand)
+    assert all(torch.equal(trained[key], by_hand[key]) for key in trained)
