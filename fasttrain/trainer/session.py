@@ -31,7 +31,7 @@ from fasttrain.observe import (
 )
 from fasttrain.trainer.profiling import start_profile
 from fasttrain.trainer.run_folder import SUMMARY, choose, environment
-from fasttrain.trainer.state import restore_state, save_state
+from fasttrain.trainer.state import check_savable, restore_state, save_state
 
 if TYPE_CHECKING:
     from fasttrain.trainer.trainer import StepInfo, Trainer
@@ -73,6 +73,8 @@ class Session:
 
     def __enter__(self) -> Session:
         trainer, folder = self.trainer, self.folder
+        if folder.dir is not None:
+            check_savable(trainer)
         self.observers = [
             *default_observers(is_main=trainer.world.is_main, run_dir=folder.dir),
             *trainer.observers,

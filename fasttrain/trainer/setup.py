@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 import os
 import random
 from collections.abc import Iterator
@@ -71,6 +72,28 @@ def build_plan(resolved: Resolved, context: Context) -> Plan:
         policy = classes["precision"](resolved.strategies["precision"], context).dtypes()
         context = dataclasses.replace(context, dtypes=policy)
     return Plan([cls(resolved.strategies[slot], context) for slot, cls in classes.items()], context)
+
+
+def check_own_optimizer(optimizer: Any, model: Any, own_step: bool) -> None:
+    """Refuse an optimizer of the user's that the step, the ranks or a checkpoint cannot handle.
+
+    Raises:
+        ConfigError: it trains what is no parameter of the model, or steps by a closure.
+    """
+    known = {id(parameter) for parameter in model.parameters()}
+    for parameter in (parameter for group in optimizer.param_groups for parameter in group["params"]):
+        if id(parameter) not in known:
+            raise ConfigError(
+                f"build_optimizer trains a tensor of shape {tuple(parameter.shape)} that is no parameter of the model: "
+                "ranks would not average its gradient, and checkpoints would not hold it; register it in the model "
+                "(model.name = nn.Parameter(...) in build_model)."
+            )
+    closure = inspect.signature(optimizer.step).parameters.get("closure")
+    if closure is not None and closure.default is inspect.Parameter.empty and not own_step:
+        raise ConfigError(
+            f"{type(optimizer).__name__}.step needs a closure that computes the loss again, and a step here does so once; "
+            "override train_step, or use another optimizer."
+        )
 
 
 def seed_everything(seed: int) -> None:

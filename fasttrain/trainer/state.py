@@ -11,6 +11,7 @@ from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
 from fasttrain.data.seeds import mix
 from fasttrain.errors import CheckpointError
 from fasttrain.lazy import np, torch
+from fasttrain.trainer.extra_state import KEY, extra_states, give_extra_states
 from fasttrain.trainer.feed import Position
 from fasttrain.trainer.setup import seed_everything
 
@@ -32,22 +33,27 @@ def plain_name(name: str) -> str:
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
-    """Weights and buffers by name, without the prefixes of wrappers; a parameter with two names stands once.
-
-    Raises:
-        CheckpointError: a module keeps an extra state that is no tensor.
-    """
+    """Weights and buffers by name, without the prefixes of wrappers; a parameter with two names stands once."""
     seen: dict[int, str] = {}
     tensors = {}
     for name, value in model.state_dict(keep_vars=True).items():
-        if not isinstance(value, torch.Tensor):
-            raise CheckpointError(
-                f"{name} is a {type(value).__name__}, and checkpoints hold tensors and JSON alone; keep it as a buffer."
-            )
-        if id(value) not in seen:
+        if name.rpartition(".")[2] != KEY and id(value) not in seen:
             seen[id(value)] = name
             tensors[plain_name(name)] = value.detach()
     return tensors
+
+
+def check_savable(trainer: Trainer) -> None:
+    """Refuse, before a run begins, a model that no checkpoint could hold.
+
+    Raises:
+        CheckpointError: a module keeps an extra state that is neither a tensor nor JSON.
+    """
+    extra_states(trainer.model)
+
+
+def _optimizer_kinds(trainer: Trainer) -> dict[str, str]:
+    return {part: type(optimizer).__name__ for part, optimizer in trainer.optimizers.items()}
 
 
 def _optimizer_states(trainer: Trainer) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
@@ -101,7 +107,9 @@ def save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
     """Save everything a run is made of; every rank calls it. Returns the bytes written."""
     optimizer_tensors, optimizer_plain = _optimizer_tensors(trainer)
     strategy_tensors, strategy_plain = _strategy_state(trainer)
+    extra_tensors, extra_plain = extra_states(trainer.model)
     tensors = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
+    tensors |= {f"extra.{name}": tensor for name, tensor in extra_tensors.items()}
     tensors |= optimizer_tensors | strategy_tensors | rng_tensors(trainer.world.rank, trainer.device)
     position = trainer.feed.position
     refused = {part: float(trainer.plan.refused(optimizer)) for part, optimizer in trainer.optimizers.items()}
@@ -114,6 +122,8 @@ def save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
             "position": {"epoch": position.epoch, "seen": position.seen},
             "refused": refused,
             "optimizer": optimizer_plain,
+            "optimizers": _optimizer_kinds(trainer),
+            "extra": extra_plain,
             "strategies": strategy_plain,
             "world_size": trainer.world.size,
             "torch": torch.__version__,
@@ -141,10 +151,16 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
         CheckpointError: it is damaged, or of another model.
     """
     plain, held = load_plain(path), stored_tensors(path)
+    _check_same_optimizers(path, plain["optimizers"], _optimizer_kinds(trainer))
     by_owner: dict[str, list[str]] = {}
     for name in [*held, *plain["optimizer"]]:
         by_owner.setdefault(name.rpartition(".")[0], []).append(name)
     into = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
+    if beyond := sorted(name for name in held if name.startswith("model.") and name not in into):
+        raise CheckpointError(
+            f"the checkpoint {path} holds {len(beyond)} tensors of the model that this run has not (the first: "
+            f"{beyond[0].removeprefix('model.')}); it is of another model, resume from one of this model."
+        )
     for prefix, parameter, group, state in _optimizer_states(trainer):
         for name in by_owner.get(prefix, []):
             key = name.rpartition(".")[2]
@@ -155,7 +171,9 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
     strategies = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith("strategy.")}
     rank = trainer.world.rank
     rng = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith(f"rng.{rank}.")}
-    load_tensors(path, into | strategies | rng)
+    extra = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith("extra.")}
+    load_tensors(path, into | strategies | rng | extra)
+    give_extra_states(trainer.model, {n.removeprefix("extra."): t for n, t in extra.items()}, plain["extra"])
     _give_strategies(trainer, strategies, plain["strategies"])
     trainer.step = plain["step"]
     trainer.feed.samples = plain["samples"]
@@ -169,6 +187,15 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
     if rng:
         set_rng(rng, rank, trainer.device)
     return plain
+
+
+def _check_same_optimizers(path: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
+    if saved != here:
+        theirs, ours = (", ".join(f"{part}={kind}" for part, kind in kinds.items()) for kinds in (saved, here))
+        raise CheckpointError(
+            f"the checkpoint {path} holds the state of {theirs}, this run has {ours}; a state means nothing to another "
+            "optimizer: resume with the same optimizer, or start a new run."
+        )
 
 
 def _room(key: str, parameter: Any, group: Mapping[str, Any], shape: Any, dtype: Any) -> Any:

@@ -22,7 +22,15 @@ from fasttrain.trainer.evaluation import evaluate
 from fasttrain.trainer.feed import Feed
 from fasttrain.trainer.figures import Figures
 from fasttrain.trainer.fit import fit
-from fasttrain.trainer.setup import build_plan, completed, config_class, only_trains, seed_everything, set_determinism
+from fasttrain.trainer.setup import (
+    build_plan,
+    check_own_optimizer,
+    completed,
+    config_class,
+    only_trains,
+    seed_everything,
+    set_determinism,
+)
 from fasttrain.trainer.state import restore_state
 
 
@@ -224,7 +232,10 @@ class Trainer:
     def _build_optimizers(self) -> dict[str, Any]:
         own = type(self).build_optimizer is not Trainer.build_optimizer
         make = self.plan.optimizer(self.build_optimizer if own else None)
-        return {name: make(part) for name, part in self.parts().items()}
+        optimizers = {name: make(part) for name, part in self.parts().items()}
+        for optimizer in optimizers.values() if own else ():
+            check_own_optimizer(optimizer, self.model, type(self).train_step is not Trainer.train_step)
+        return optimizers
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer" and "optimizers" in vars(self):
