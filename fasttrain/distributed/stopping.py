@@ -16,21 +16,28 @@ import time
 from types import FrameType
 from typing import Any
 
-from fasttrain.errors import EXIT_FAILED
+from fasttrain.errors import EXIT_FAILED, RunError
 from fasttrain.lazy import dist
 
 SIGNALS = ("SIGTERM", "SIGINT", "SIGUSR1")
 LOOK_EVERY_S = 1.0
+# Answers come from threads that no step holds up, within about a second.
+ANSWER_S = 300.0
+# Signals closer than this come from one key press or one scheduler.
+AGAIN_S = 1.0
 
 
 class Stopper:
     """Asks for a stop, and says after which step all ranks stop.
 
     `boundary(step)` is called by the training thread after each step; it returns the reason once this rank must stop.
+    Ctrl-C once more, a second later or more, ends the process at once, whatever it does.
     """
 
-    def __init__(self, rank: int, size: int, deadline_s: float | None = None, store: Any = None) -> None:
-        self.rank, self.size = rank, size
+    def __init__(
+        self, rank: int, size: int, deadline_s: float | None = None, store: Any = None, answer_s: float = ANSWER_S
+    ) -> None:
+        self.rank, self.size, self.answer_s = rank, size, answer_s
         self.reason: str | None = None
         self._deadline = None if deadline_s is None else time.monotonic() + deadline_s
         self._lock = threading.Lock()
@@ -41,6 +48,7 @@ class Stopper:
         self._store = store
         self._thread: threading.Thread | None = None
         self._former: dict[int, Any] = {}
+        self._signalled_at: float | None = None
 
     def start(self, step: int) -> None:
         """Begin to listen; `step` steps are done. Signal handlers only where this is the main thread."""
@@ -59,7 +67,8 @@ class Stopper:
         """Stop listening; the former signal handlers are back."""
         self._ended.set()
         for number, handler in self._former.items():
-            signal.signal(number, handler)
+            # None: a handler from outside of Python, which cannot be put back.
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
         self._former.clear()
         if self._thread is not None:
             self._thread.join()
@@ -70,11 +79,15 @@ class Stopper:
         self.reason = self.reason or reason
 
     def _signalled(self, number: int, frame: FrameType | None) -> None:
-        if self.reason is not None:  # a second signal: at once
+        # Only a person who asks again means "at once". Schedulers signal every process, and launchers pass on what they
+        # get; Slurm sends SIGUSR1 and then SIGTERM. Whoever sends these has SIGKILL, and the save may be half done.
+        now = time.monotonic()
+        if number == signal.SIGINT and self._signalled_at is not None and now - self._signalled_at >= AGAIN_S:
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
             return
-        self.reason = signal.Signals(number).name
+        self._signalled_at = self._signalled_at or now
+        self.ask(signal.Signals(number).name)
 
     def _wants(self) -> bool:
         if self.reason is None and self._deadline is not None and time.monotonic() >= self._deadline:
@@ -98,7 +111,14 @@ class Stopper:
 
     def _agreed(self) -> int:
         keys = [f"rank/{rank}" for rank in range(self.size)]
+        until = time.monotonic() + self.answer_s
         while not self._store.check(keys):
+            if time.monotonic() > until:
+                silent = ", ".join(f"rank {rank}" for rank, key in enumerate(keys) if not self._store.check([key]))
+                raise RunError(
+                    f"{silent} did not answer within {self.answer_s:.0f} s that all ranks stop ({self.reason}), so it is "
+                    "gone or hangs; end all ranks and start again with resume=auto."
+                )
             time.sleep(0.01)
         if self.reason is None:
             self.reason = self._store.get("reason").decode()
