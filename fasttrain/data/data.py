@@ -15,8 +15,9 @@ class Data:
     """Training and evaluation data.
 
     Each of the two is a tree of CPU tensors of equal dim 0 (a tuple, dict, or namedtuple: indexed a batch at a time), a
-    map-style data set (`__getitem__` and `__len__`: read by torch's DataLoader), or an iterable that gives this rank's
-    batches itself. `transform(batch) -> batch` runs on the host on each training batch; torch's, numpy's and Python's
+    map-style data set (`__getitem__` and `__len__`: read by torch's DataLoader), torch's IterableDataset of samples (the
+    part of this rank), or an iterable that gives this rank's batches itself (a DataLoader of yours: its batch_size must be
+    this rank's share). `transform(batch) -> batch` runs on the host on each training batch; torch's, numpy's and Python's
     global random generators are then seeded by (seed, epoch, position), so that what it draws does not depend on
     workers, prefetching or restarts. The same holds for what a data set draws, sample by sample, and for what an iterable
     draws, batch by batch (the order of a shuffling DataLoader, unless it was given a generator of its own). Samplers and
@@ -67,6 +68,25 @@ def form(source: Any) -> str:
         f"a {type(source).__name__} is no data; give tensors of equal dim 0, a data set with __getitem__ and __len__, or "
         "an iterable of batches."
     )
+
+
+def batched(source: Any, share: int, data: Data) -> Any:
+    """A stream of samples as batches of `share`; a loader that cuts by itself is looked at; other sources as they are.
+
+    Raises:
+        ConfigError: a loader gives batches of another size than this rank's share.
+    """
+    if isinstance(source, torch.utils.data.IterableDataset):
+        return torch.utils.data.DataLoader(
+            source, batch_size=share, num_workers=data.num_workers, collate_fn=data.collate
+        )
+    given = source.batch_size if isinstance(source, torch.utils.data.DataLoader) else None
+    if given not in (None, share):
+        raise ConfigError(
+            f"the training data is a DataLoader with batch_size={given}, while this rank's share of the run's batch_size is "
+            f"{share}; make the two agree, or give the data set itself, which is then cut as the run says."
+        )
+    return source
 
 
 def num_samples_of(source: Any) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sized
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from fasttrain.config.settings import Settings
@@ -12,7 +12,7 @@ from fasttrain.core.batch import Microbatches, map_tensors
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
-from fasttrain.data.data import form, num_samples_of
+from fasttrain.data.data import batched, form, num_samples_of
 from fasttrain.data.loader import epoch_batches, given_batches
 from fasttrain.data.order import Order
 from fasttrain.distributed.world import World
@@ -32,15 +32,17 @@ class Feed:
     """Batches of a run. Says how many steps there are, and tells the task what it knows of each batch."""
 
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
-        self.data, self.settings, self.world, self.device = data, settings, world, world.device
+        share = settings.batch_size // world.size
+        train = batched(data.train, share, data) if share else data.train
+        self.data = replace(data, train=train, evaluation=_stream(data.evaluation, settings, world, data))
+        self.settings, self.world, self.device = settings, world, world.device
         self._moves = world.device.type != "cpu"
         # A copy may go on behind the host's back from pinned memory alone; MPS has none.
         self._pins = world.device.type in ("cuda", "xpu")
         self.position = Position()
         self.samples = 0
         self._saw_whole_batch = False
-        self.kind = form(data.train)
-        size = num_samples_of(data.train)
+        size = num_samples_of(train)
         if size == 0:
             raise ConfigError("the training data holds no sample; look at the path or the filter that chose them.")
         if settings.batch_size < world.size:
@@ -192,6 +194,13 @@ class Feed:
         if self._pins and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=self._pins)
+
+
+def _stream(evaluation: Any, settings: Settings, world: World, data: Data) -> Any:
+    if not isinstance(evaluation, torch.utils.data.IterableDataset):
+        return evaluation  # a loader may cut an evaluation as it likes
+    size = settings.evaluate.batch_size or settings.batch_size
+    return batched(evaluation, max(1, size // world.size), data)
 
 
 def _leading(batch: Any) -> int:

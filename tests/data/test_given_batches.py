@@ -143,3 +143,36 @@ def test_data_without_a_batch_is_refused():
 
     with pytest.raises(ConfigError, match="the training data gave no batch; look at the path"):
         Empty(batch_size=8, steps=2, **QUIET).fit()
+
+
+class Stream(IterableDataset):
+    """Single samples, without end."""
+
+    def __iter__(self):
+        x, y = points(24)
+        while True:
+            yield from zip(x, y, strict=True)
+
+
+def test_a_stream_of_samples_is_cut_into_batches():
+    class Streamed(Mlp):
+        def build_data(self):
+            return Data(train=Stream())
+
+    class InMemory(Mlp):
+        def build_data(self):
+            return Data(train=points(24), shuffle=False)
+
+    streamed, whole = (cls(batch_size=8, steps=5, optimizer="sgd", **QUIET) for cls in (Streamed, InMemory))
+    assert streamed.fit()["samples"] == 40
+    whole.fit()
+    assert largest_difference(state(streamed), state(whole)) == 0.0
+
+
+def test_a_loader_whose_batches_are_not_those_of_the_run_is_refused():
+    class Half(Mlp):
+        def build_data(self):
+            return Data(train=DataLoader(TensorDataset(*points(24)), batch_size=4))
+
+    with pytest.raises(ConfigError, match=r"DataLoader with batch_size=4, while this rank's share .* is 8"):
+        Half(batch_size=8, steps=1, **QUIET)
