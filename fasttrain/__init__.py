@@ -16,6 +16,7 @@ _HOMES = {
     "Microbatches": "fasttrain.core.batch",
     "Plan": "fasttrain.core.plan",
     "Context": "fasttrain.core.strategy",
+    "StepInfo": "fasttrain.trainer.trainer",
     "Strategy": "fasttrain.core.strategy",
     "Clash": "fasttrain.core.strategy",
     "Observer": "fasttrain.observe",
@@ -34,6 +35,7 @@ if TYPE_CHECKING:
     from fasttrain.observe import Observer
     from fasttrain.registry import register
     from fasttrain.trainer import Trainer
+    from fasttrain.trainer.trainer import StepInfo
 
 
 def __getattr__(name: str) -> Any:
@@ -54,6 +56,7 @@ __all__ = [
     "Observer",
     "Plan",
     "RunError",
+    "StepInfo",
     "Strategy",
     "Trainer",
     "register",

@@ -5,7 +5,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from fasttrain import ConfigError
+from fasttrain import ConfigError, StepInfo
 from fasttrain.errors import CheckpointError
 from tests.helpers import QUIET, Mlp, Recorder, largest_difference, state
 
@@ -119,8 +119,6 @@ def test_an_optimizer_that_needs_a_closure_is_refused_unless_the_step_is_ones_ow
 
     class OwnStep(lbfgs):
         def train_step(self, batch):
-            from fasttrain.trainer.trainer import StepInfo
-
             def closure():
                 self.optimizer.zero_grad()
                 loss = F.cross_entropy(self.model(batch[0]), batch[1])

@@ -189,7 +189,7 @@ def weighted(loss: Any, weight: Weight) -> Any:
     """One number to differentiate: the loss (or the losses, by name) times what it weighs.
 
     Raises:
-        ConfigError: `loss` and `count` do not name the same parts.
+        ConfigError: `loss` and `count` do not name the same parts, or the loss is neither tensor nor dict.
     """
     if isinstance(loss, torch.Tensor):
         if weight is None:
@@ -199,6 +199,11 @@ def weighted(loss: Any, weight: Weight) -> Any:
                 f"count gives {sorted(weight)} but the loss is one number; return dicts of the same keys."
             )
         return loss * weight
+    if not isinstance(loss, Mapping) or not loss:
+        kind = "None" if loss is None else "an empty dict" if isinstance(loss, Mapping) else f"a {type(loss).__name__}"
+        raise ConfigError(
+            f"the loss is {kind}; return a 0-dim tensor, or a dict of such tensors, from loss or compute_loss."
+        )
     if isinstance(weight, Mapping):
         if set(weight) != set(loss):
             raise ConfigError(f"the loss has the parts {sorted(loss)} and count {sorted(weight)}; use the same keys.")

@@ -27,6 +27,7 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
         raise ConfigError(f"{type(trainer).__name__} has no evaluation data; return Data(train=..., evaluation=...).")
     model, plan, task, figures = trainer.model, trainer.plan, trainer.task, trainer.figures
     was_training, was_watching = model.training, figures.watching
+    frozen = [module for module in model.modules() if not module.training]
     sums: Sums = {}
     weight_before = plan.weight
     figures.take_sums()
@@ -39,6 +40,8 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
                     _add(sums, trainer, microbatch, samples)
     finally:
         model.train(was_training)
+        for module in frozen:
+            module.training = False
         figures.take_sums()
         figures.watching, plan.weight, task.fed = was_watching, weight_before, None
     return _means(add_over_ranks(read_pairs(sums), trainer.world.size))

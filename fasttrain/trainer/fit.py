@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
+from fasttrain.errors import ConfigError
 from fasttrain.trainer.session import Session
 
 if TYPE_CHECKING:
@@ -21,7 +22,8 @@ def fit(trainer: Trainer) -> dict[str, Any]:
     if session.folder.finished:
         return session.finished_before()
     with session:
-        trainer.model.train()
+        if not trainer.model.training:  # else parts that the user put into evaluation mode would lose it
+            trainer.model.train()
         reason = train_until(session, trainer.feed.training(trainer.task, trainer.plan), trainer.feed.total_steps)
         if reason is not None:
             return session.end("stopped", reason)
@@ -35,13 +37,16 @@ def train_until(session: Session, batches: Iterator[Any], end: int) -> str | Non
     trainer, clock, now = session.trainer, session.clock, time.perf_counter
     clock.start()
     while trainer.step < end:
-        session.watch(trainer.step + 1)
+        before = trainer.step
+        session.watch(before + 1)
         asked = now()
         batch = next(batches)
         clock.waited(now() - asked)
         info = trainer.train_step(batch)
-        session.count(clock)
         step = trainer.step
+        if step == before or info is None:
+            _refuse_own_step(step == before, step)
+        session.count(clock)
         if session.watching:
             session.log(info)
         if session.evaluation_is_due(step):
@@ -52,3 +57,9 @@ def train_until(session: Session, batches: Iterator[Any], end: int) -> str | Non
         if reason is not None:
             return reason
     return None
+
+
+def _refuse_own_step(did_not_count: bool, step: int) -> NoReturn:
+    if did_not_count:
+        raise ConfigError(f"train_step left self.step at {step}; count the step in it, self.step += 1.")
+    raise ConfigError("train_step returned None; return StepInfo(self.step, loss), the loss detached (from fasttrain).")
