@@ -156,6 +156,7 @@ class GradientAverager:
     def _plan(self, trained: tuple[bool, ...], leave_out: frozenset[int] = frozenset()) -> Layout:
         """Cut the trained parameters into buckets: last registered first, by dtype and device."""
         filling: dict[tuple[Any, Any], list[int]] = {}
+        held: dict[tuple[Any, Any], int] = {}  # bytes; summed up as they come, for there may be ten thousand parameters
         done: list[list[int]] = []
         for position in reversed(range(len(self._parameters))):
             if not trained[position] or position in leave_out:
@@ -165,8 +166,10 @@ class GradientAverager:
             members = filling.setdefault(kind, [])
             members.append(position)
             limit = self.bucket_bytes if done else min(self.bucket_bytes, int(FIRST_BUCKET_MB * MIB))
-            if sum(self._parameters[i].nbytes for i in members) >= limit:
+            held[kind] = held.get(kind, 0) + parameter.nbytes
+            if held[kind] >= limit:
                 done.append(filling.pop(kind))
+                del held[kind]
         # A bucket can leave when its earliest registered parameter is done, which backward reaches last.
         done = sorted([*done, *filling.values()], key=lambda members: -members[-1])
         where: list[Bucket | None] = [None] * len(self._parameters)

@@ -83,11 +83,13 @@ def broadcast_tensors(tensors: Iterable[Tensor], group: Any = None, host_group: 
         # The widest dtypes first: each piece of the flat bytes then starts at a multiple of its element size.
         members.sort(key=lambda tensor: -tensor.element_size())
         chunk: list[Tensor] = []
+        held = 0
         for tensor in members:
             chunk.append(tensor)
-            if sum(piece.nbytes for piece in chunk) >= CHUNK_BYTES:
+            held += tensor.nbytes
+            if held >= CHUNK_BYTES:
                 _broadcast_chunk(chunk, carrier)
-                chunk = []
+                chunk, held = [], 0
         if chunk:
             _broadcast_chunk(chunk, carrier)
 

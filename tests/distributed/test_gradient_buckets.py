@@ -298,3 +298,33 @@ def test_bn_stats_2_ranks_evaluate_with_the_same_statistics(counts: list[dict[st
 def test_an_averager_needs_a_process_group() -> None:
     with pytest.raises(ValueError, match="process group"):
         average_gradients(nn.Linear(1, 1))
+
+
+class Weighed(nn.Parameter):
+    """Counts how often anyone asks for its size."""
+
+    asked = 0
+
+    @property
+    def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Weighed.asked += 1
+        return self.numel() * self.element_size()
+
+
+def sizes_asked_for(parameters: int) -> int:
+    Weighed.asked = 0
+    averager = average_gradients(nn.ParameterList([Weighed(torch.zeros(3)) for _ in range(parameters)]))
+    averager.add(nn.ParameterList([Weighed(torch.zeros(3)) for _ in range(parameters)]))
+    averager._plan((True,) * parameters)
+    return Weighed.asked
+
+
+@pytest.mark.ranks
+def test_the_work_of_set_up_grows_with_the_number_of_parameters_and_not_with_its_square() -> None:
+    ((few, many),) = run_ranks(1, few_and_many)
+    assert 0 < few <= 4 * 50
+    assert many == 10 * few
+
+
+def few_and_many() -> tuple[int, int]:
+    return sizes_asked_for(50), sizes_asked_for(500)
