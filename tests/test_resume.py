@@ -112,6 +112,8 @@ def test_resume_takes_a_path_to_a_run_or_to_one_of_its_checkpoints(tmp_path):
     assert [checkpoint.step for checkpoint in checkpoints_in(run_dir)] == [2, 3, 4]
     again = Mlp(**{**settings, "steps": 6}, resume=str(run_dir / "checkpoints" / "step-3"))
     assert again.fit()["steps"] == 6
+    # The folder of a name stands for its newest unfinished run, or its newest: this one, which is done.
+    assert Mlp(**{**settings, "steps": 7}, resume=str(run_dir.parent)).fit()["steps"] == 7
     with pytest.raises(ConfigError, match="there is no checkpoint"):
         Mlp(**settings, resume=str(tmp_path / "nowhere")).fit()
 

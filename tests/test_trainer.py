@@ -329,3 +329,21 @@ def test_a_profile_is_written_once_and_changes_nothing(tmp_path):
     assert len([event for event in events if event.get("name") == "aten::addmm"]) == 6
     assert "aten::addmm" in (folder / "operations.txt").read_text()
     assert largest_difference(state(profiled), state(plain)) == 0.0
+
+
+def test_a_loss_that_is_no_number_is_told_once_where_nothing_watches_for_it(capsys):
+    class Bad(Mlp):
+        def loss(self, output, batch):
+            return super().loss(output, batch) * float("nan")
+
+    summary = Bad(batch_size=8, steps=4, **QUIET).fit()
+    assert summary["status"] == "done"
+    told = capsys.readouterr().err
+    assert told.count("the loss is nan") == 1
+    assert "nonfinite=raise" in told
+
+
+def test_start_up_is_counted_from_the_making_of_the_trainer():
+    trainer = Mlp(batch_size=8, steps=1, **QUIET)
+    trainer.created_at -= 1000  # as if it had been made so long before
+    assert 1000 < trainer.fit()["startup_s"] < 2000

@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -24,6 +25,8 @@ from fasttrain.errors import (
     FasttrainError,
     did_you_mean,
 )
+
+_BEGAN = time.perf_counter()
 
 COMMANDS: dict[str, str] = {
     "train": "train (also without any command)",
@@ -140,7 +143,9 @@ def _train(arguments: argparse.Namespace) -> int:
     shown = sys.stderr if arguments.json else sys.stdout  # standard output is for the one object alone
     try:
         with contextlib.redirect_stdout(shown):
-            summary = resolved.trainer(_named(resolved, Path(config).stem)).fit()
+            trainer = resolved.trainer(_named(resolved, Path(config).stem))
+            trainer.created_at = _BEGAN
+            summary = trainer.fit()
     except FasttrainError:
         raise
     except Exception as error:

@@ -123,7 +123,9 @@ def _from_path(path: Path) -> RunFolder:
     if path.name.startswith("step-") and path.parent.name == "checkpoints":
         run, checkpoint = path.parent.parent, Checkpoint(int(path.name.removeprefix("step-")), path)
     else:
-        run, checkpoint = path, _whole(path)
+        inside = None if (path / "checkpoints").is_dir() else _newest_unfinished(path)
+        run = path if inside is None else inside  # the folder of a name stands for the newest unfinished run in it
+        checkpoint = _whole(run)
     if checkpoint is None or not checkpoint.path.is_dir():
         raise ConfigError(
             f"resume={path}: there is no checkpoint; give a run folder, one of its checkpoints/step-N, or resume=auto."

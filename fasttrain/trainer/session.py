@@ -36,7 +36,6 @@ from fasttrain.trainer.state import check_savable, restore_state, save_state
 if TYPE_CHECKING:
     from fasttrain.trainer.trainer import StepInfo, Trainer
 
-_LOADED_AT = time.perf_counter()
 # Figures of the clock that stand in a logged step, and in the summary.
 SPEED = ("step_time_s", "data_wait_s", "warmup_s")
 TOTALS = ("step_time_s", "data_wait_fraction", "warmup", "apart_s")
@@ -61,6 +60,7 @@ class Session:
         self.stopper = Stopper(trainer.world.rank, trainer.world.size, None if limit is None else seconds(limit))
         self.observers: list[Observer] = []
         self.profiler: Any = None
+        self._warned = False
         self._by_samples = trainer.task.count is None
         self._log_every = self.settings.log.every
         self._save_every = self.settings.checkpoint.every
@@ -213,6 +213,8 @@ class Session:
         pairs = add_over_ranks({name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}, trainer.world.size)
         logged = {name: total / weight if weight else float("nan") for name, (total, weight) in pairs.items()}
         loss = self.last_loss = logged.pop("loss", None)
+        if loss is not None and not math.isfinite(loss):
+            self._warn_of_loss(loss)
         window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
         rates = [read[name] for name in rates_now]
         record = {
@@ -231,6 +233,15 @@ class Session:
         }
         for observer in self.observers:
             observer.stepped(record)
+
+    def _warn_of_loss(self, loss: float) -> None:
+        if self._warned or "nonfinite" in self.trainer.plan.strategies or not self.trainer.world.is_main:
+            return
+        self._warned = True
+        sys.stderr.write(
+            f"step {self.trainer.step}: the loss is {loss}, and the weights may be, too; nonfinite=raise ends such a run at "
+            "the first bad gradient, nonfinite=skip leaves bad steps out.\n"
+        )
 
     def _reported(self) -> dict[str, Any]:
         """What strategies report; tensors are not read yet."""
@@ -318,7 +329,7 @@ class Session:
             "final_loss": self.last_loss,
             "metrics": self.metrics,
             "wall_s": time.perf_counter() - self.began,
-            "startup_s": self.began - _LOADED_AT,
+            "startup_s": self.began - trainer.created_at,
             "compile_s": compile_seconds(),
             **{k: v for k, v in times.items() if k in TOTALS or k.endswith("_per_s")},
             "peak_memory_bytes": peak_memory(trainer.device),

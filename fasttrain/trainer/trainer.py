@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
@@ -73,6 +74,8 @@ class Trainer:
             cls.Config = config_class(cls.Config)
 
     def __init__(self, resolved: Resolved | None = None, /, *, observers: Any = (), **settings: Any) -> None:
+        # Where the start-up of a run is counted from; a command line that began earlier says so.
+        self.created_at = time.perf_counter()
         resolved = from_keywords(type(self), settings) if resolved is None else resolved
         self.world = self.join(resolved.settings)
         self.resolved = completed(resolved, self.world, type(self).build_optimizer is not Trainer.build_optimizer)

@@ -580,9 +580,10 @@ def test_SYNC_ITEM_1_nothing_is_read_between_log_points(monkeypatch, variant, cl
     trainer.fit()
     assert len(watcher.steps) == 10
     assert reads.in_step == {}
-    # One transfer a log point and one for the evaluation at the end; the summary reads the count of refused steps.
-    media = 10 if cls is Logging else 0
-    assert reads.outside["cpu"] == reads.outside["numpy"] == 11 + media
+    # Figures of the ten log points and of the evaluation at the end, here on the host (a device is asked once for all of
+    # them: tests/test_device_rules.py); the summary reads the count of refused steps.
+    assert reads.outside["numpy"] >= 11
+    assert reads.outside["cpu"] == (10 if cls is Logging else 0)
     assert set(reads.outside) <= {"cpu", "numpy", "__float__"}
     assert reads.outside["__float__"] <= 1
 
