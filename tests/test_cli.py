@@ -173,6 +173,8 @@ def test_an_error_of_the_users_code_fails_with_1_and_its_traceback(tmp_path):
     (tmp_path / "broken.yaml").write_text(
         "trainer: broken:Broken\nbatch_size: 8\nmodel: {name: resnet8}\nrun: {dir: runs, id: a}\n"
     )
+    # Its module stands beside the config, and is found from another folder, too.
+    assert run("validate", "--config", str(tmp_path / "broken.yaml")).returncode == 0
     done = run("--config", "broken.yaml", cwd=tmp_path)
     assert done.returncode == 1
     assert "KeyError: 'mine'" in done.stderr

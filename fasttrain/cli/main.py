@@ -129,6 +129,9 @@ def _needs_config(arguments: argparse.Namespace) -> tuple[str, list[str]]:
         word = wrong[0]
         hint = f"a command goes first: {word} --config FILE" if word in COMMANDS else f"write it as {word}=..."
         raise ConfigError(f"'{word}' is no key=value; {hint}\n{USAGE.rstrip()}")
+    beside = str(Path(arguments.config).resolve().parent)
+    if beside not in sys.path:  # modules that stand beside the config are found from any folder
+        sys.path.append(beside)
     return arguments.config, arguments.words
 
 
