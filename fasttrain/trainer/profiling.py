@@ -37,6 +37,7 @@ def start_profile(folder: Path, device_type: str) -> Any:
         on_trace_ready=write,
         record_shapes=True,
         profile_memory=True,
+        acc_events=True,  # one cycle: nothing adds up; without it torch 2.11 warns that earlier cycles are dropped
     )
     profiler.start()
     return profiler
