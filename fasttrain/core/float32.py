@@ -50,7 +50,8 @@ def own_fp32_precision() -> None:
     torch.backends.cudnn.allow_tf32 = _found["cuda", "conv"] == "tf32"
     for place, precision in _found.items():
         if fp32_state()[place] != precision:
-            torch._C._set_fp32_precision_setter(*place, precision)
+            backend, products = place
+            torch._C._set_fp32_precision_setter(backend, products, precision)
     _set = None
 
 
