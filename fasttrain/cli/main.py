@@ -105,9 +105,23 @@ def _say(text: str) -> None:
     sys.stderr.flush()
 
 
+def _is_first_to_tell(text: str) -> bool:
+    """Whether no other rank told this: most mistakes are found by all of them alike, and some by one alone."""
+    launched = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not launched or "torch" not in sys.modules:  # what is wrong in the config itself is found before torch is needed
+        return _rank() == 0
+    from fasttrain.distributed.stopping import own_store
+    from fasttrain.lazy import dist
+
+    start = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    try:
+        return own_store().add(f"told/{start}/{text}", 1) == 1
+    except dist.DistError:  # the launcher is gone
+        return True
+
+
 def _tell_wrong_request(error: ConfigError, as_json: bool) -> int:
-    # Every rank finds the same mistake; one tells it.
-    if _rank() == 0:
+    if _is_first_to_tell(str(error)):
         problems = error.problems if isinstance(error, ConfigErrors) else []
         if as_json:
             told: list[Any] = [p.as_dict() for p in problems] or [{"key": "", "message": str(error)}]

@@ -6,6 +6,7 @@ import atexit
 import datetime
 import os
 from dataclasses import dataclass
+from typing import Any
 
 from fasttrain.errors import ConfigError, did_you_mean
 from fasttrain.lazy import dist, torch
@@ -38,6 +39,14 @@ class World:
         box = [value]
         dist.broadcast_object_list(box, src=0)
         return box[0]
+
+    def gather(self, value: object) -> list[Any]:
+        """The values of all ranks, in their order, on every rank. Plain Python values."""
+        if self.size == 1:
+            return [value]
+        every: list[Any] = [None] * self.size
+        dist.all_gather_object(every, value)
+        return every
 
     def barrier(self) -> None:
         """Wait until every rank is here."""

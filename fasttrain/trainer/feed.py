@@ -54,6 +54,37 @@ class Feed:
         self.total_steps = self._total_steps()
         # The position at which an epoch is over, in what the position counts; None: only going through it tells.
         self.epoch_end = self.steps_per_epoch if self.order is None else self.order.end
+        self._agree(size)
+
+    def _agree(self, size: int | None) -> None:
+        """Refuse ranks that would draw other orders of the data, or do what all do together at other steps.
+
+        Raises:
+            ConfigError: on every rank, naming the first difference.
+        """
+        settings, evaluation = self.settings, self.data.evaluation
+        mine = {
+            "seed": settings.seed,
+            "batch_size": settings.batch_size,
+            "samples": size,
+            "shuffle": self.data.shuffle,
+            "limit_batches": settings.limit_batches,
+            "steps an epoch": self.steps_per_epoch,
+            "steps": self.total_steps,
+            "evaluation samples": None if evaluation is None else num_samples_of(evaluation) or "as they come",
+            "log.every": settings.log.every,
+            "evaluate.every": settings.evaluate.every,
+            "checkpoint.every": settings.checkpoint.every,
+        }
+        first, *others = self.world.gather(mine)
+        for rank, other in enumerate(others, start=1):
+            for key, value in first.items():
+                if other[key] != value:
+                    raise ConfigError(
+                        f"{key}={value} on rank 0 and {key}={other[key]} on rank {rank}, but ranks share one order of the "
+                        "data and take every step together; give all ranks the same settings and data, without asking "
+                        "for the rank (each takes its share by itself)."
+                    )
 
     def _order(self, size: int) -> Order:
         settings = self.settings
