@@ -74,6 +74,19 @@ def build_plan(resolved: Resolved, context: Context) -> Plan:
     return Plan([cls(resolved.strategies[slot], context) for slot, cls in classes.items()], context)
 
 
+def check_shapes(model: Any) -> None:
+    """Refuse a lazy module: an optimizer, other ranks and checkpoints need the shapes of weights.
+
+    Raises:
+        ConfigError: a parameter has no shape yet.
+    """
+    for name, parameter in model.named_parameters():
+        if torch.nn.parameter.is_lazy(parameter):
+            raise ConfigError(
+                f"'{name}' has no shape yet (a lazy module); run one forward on a batch in build_model, or give its shape."
+            )
+
+
 def check_own_optimizer(optimizer: Any, model: Any, own_step: bool) -> None:
     """Refuse an optimizer of the user's that the step, the ranks or a checkpoint cannot handle.
 

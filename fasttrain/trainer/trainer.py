@@ -26,6 +26,7 @@ from fasttrain.trainer.fit import fit
 from fasttrain.trainer.setup import (
     build_plan,
     check_own_optimizer,
+    check_shapes,
     completed,
     config_class,
     only_trains,
@@ -93,7 +94,9 @@ class Trainer:
         self.plan = build_plan(self.resolved, self.context())
         self.feed.check(self.plan)
         seed_everything(self.seed)
-        self.model = self.plan.model(self.place(self.build_model()))
+        model = self.build_model()
+        check_shapes(model)
+        self.model = self.plan.model(self.place(model))
         self.optimizers = self._build_optimizers()
         if len(self.optimizers) == 1:
             (self.optimizer,) = self.optimizers.values()

@@ -176,3 +176,12 @@ def test_a_loader_whose_batches_are_not_those_of_the_run_is_refused():
 
     with pytest.raises(ConfigError, match=r"DataLoader with batch_size=4, while this rank's share .* is 8"):
         Half(batch_size=8, steps=1, **QUIET)
+
+
+def test_a_lazy_module_is_named_before_anything_is_made_of_it():
+    class Lazy(Mlp):
+        def build_model(self):
+            return nn.Sequential(nn.LazyLinear(4))
+
+    with pytest.raises(ConfigError, match=r"'0\.weight' has no shape yet.*forward"):
+        Lazy(batch_size=8, **QUIET)
