@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import sys
@@ -104,9 +103,13 @@ class Session:
         refuse_wrong_length(self.trainer, self.folder.checkpoint.path, plain["config"])
         self.metrics = plain["metrics"]
         self.saved_at = self.trainer.step
-        for observer, state in zip(self.observers, plain["observers"], strict=False):
-            if state.get("class") == type(observer).__name__:
-                observer.load_state_dict(state["state"])
+        # By class and in order: rank 0, which saved, has observers that others have not, and a user may add one.
+        for observer in self.observers:
+            kind = type(observer).__name__
+            saved = next((state for state in plain["observers"] if state["class"] == kind), None)
+            if saved is not None:
+                plain["observers"].remove(saved)
+                observer.load_state_dict(saved["state"])
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
         self.stopper.end()
@@ -121,8 +124,12 @@ class Session:
         except RuntimeError:  # a device that failed (an assert in a kernel) answers nothing more
             summary = self.summary("failed", reason, ask_device=False)
         for observer in self.observers:
-            with contextlib.suppress(OSError):  # the first error is the one to tell
+            try:
                 observer.failed(error, summary)
+            except OSError:
+                pass
+            except Exception as its_own:  # the first error is the one to tell
+                error.add_note(f"{type(observer).__name__}.failed raised, too: {type(its_own).__name__}: {its_own}")
 
     def _run_info(self) -> RunInfo:
         trainer = self.trainer

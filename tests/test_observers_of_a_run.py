@@ -1,0 +1,53 @@
+"""Observers of the user's own: their state over a resume, and their own mistakes."""
+
+import pytest
+
+from tests.helpers import QUIET, Mlp, Recorder
+
+
+class Counting(Recorder):
+    """Counts log points, also over a resume; stops the run at one of them."""
+
+    def __init__(self, stop=None):
+        super().__init__()
+        self.seen, self.stop = 0, stop
+
+    def stepped(self, record):
+        self.seen += 1
+        if record["step"] == self.stop:
+            self.run.request_stop("test")
+
+    def state_dict(self):
+        return {"seen": self.seen}
+
+    def load_state_dict(self, state):
+        self.seen = state["seen"]
+
+
+class Another(Recorder):
+    """Stands before the others in the second process alone."""
+
+
+def test_states_of_observers_find_their_own_whatever_stands_beside_them(tmp_path):
+    settings = {"batch_size": 8, "steps": 6, "log": {"every": 1}, "run": {"dir": str(tmp_path), "id": "one"}}
+    Mlp(**settings, observers=[Counting(stop=4), Counting()]).fit()
+    first, second = Counting(), Counting()
+    second.seen = 100
+    Mlp(**settings, resume="auto", observers=[Another(), first, second]).fit()
+    assert (first.seen, second.seen) == (6, 6)
+
+
+def test_an_observer_that_fails_at_a_failure_does_not_hide_it():
+    class Broken(Recorder):
+        def failed(self, error, summary):
+            raise KeyError("its own mistake")
+
+    class Fails(Mlp):
+        def loss(self, output, batch):
+            raise ArithmeticError("the mistake")
+
+    watcher = Recorder()
+    with pytest.raises(ArithmeticError, match="the mistake") as told:
+        Fails(batch_size=8, steps=1, observers=[Broken(), watcher], **QUIET).fit()
+    assert isinstance(watcher.error, ArithmeticError)
+    assert told.value.__notes__ == ["Broken.failed raised, too: KeyError: 'its own mistake'"]
