@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import sys
 from collections.abc import Sequence
@@ -35,10 +36,12 @@ def evaluate(run: Path, overrides: Sequence[str], as_json: bool) -> int:
     resolved = load(config, overrides)
     if resolved.trainer is None:
         raise ConfigError(f"{config} names no trainer; a run started from Python is evaluated there, by evaluate().")
+    shown = sys.stderr if as_json else sys.stdout  # standard output is for the one object alone
     try:
-        trainer = resolved.trainer(resolved)
-        trainer.restore(checkpoint.path)
-        metrics = trainer.evaluate()
+        with contextlib.redirect_stdout(shown):
+            trainer = resolved.trainer(resolved)
+            trainer.restore(checkpoint.path)
+            metrics = trainer.evaluate()
         main = trainer.world.is_main
     finally:
         leave()

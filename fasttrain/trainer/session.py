@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
@@ -67,6 +68,11 @@ class Session:
     def default_name(self) -> str:
         """The run's name where none is set: that of the trainer's class."""
         return type(self.trainer).__name__.lower()
+
+    def config_yaml(self) -> str:
+        """The config with the run's name in it, so that the file is enough to go on."""
+        settings = replace(self.settings, run=replace(self.settings.run, name=self.folder.name))
+        return replace(self.trainer.resolved, settings=settings).to_yaml()
 
     # ---- beginning and end
 
@@ -137,7 +143,7 @@ class Session:
             dir=self.folder.dir,
             name=self.folder.name,
             id=self.folder.id,
-            config_yaml=trainer.resolved.to_yaml(),
+            config_yaml=self.config_yaml(),
             explain=explain_text(trainer),
             environment=environment(),
             total_steps=trainer.feed.total_steps,
@@ -302,7 +308,7 @@ class Session:
                 {
                     "metrics": self.metrics,
                     "observers": [{"class": type(o).__name__, "state": o.state_dict()} for o in self.observers],
-                    "config": trainer.resolved.to_yaml(),
+                    "config": self.config_yaml(),
                 },
             )
         self.saved_at = trainer.step
