@@ -135,3 +135,16 @@ def test_an_optimizer_that_needs_a_closure_is_refused_unless_the_step_is_ones_ow
 def test_equal_optimizers_and_models_are_taken_up(tmp_path):
     whole, resumed = stopped_and_resumed(tmp_path, with_optimizer(torch.optim.Adagrad))
     assert largest_difference(state(whole), state(resumed)) == 0
+
+
+def test_weights_that_share_memory_and_expanded_buffers_are_saved_and_taken_back(tmp_path):
+    class Shared(Mlp):
+        def build_model(self):
+            model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 4))
+            model[1].weight.data = model[0].weight.data  # two parameters, one memory
+            model.register_buffer("scale", torch.rand(1, 2).t().expand(2, 3))
+            return model
+
+    whole, resumed = stopped_and_resumed(tmp_path, type("Shared", (Shared,), {}))
+    assert largest_difference(state(whole), state(resumed)) == 0
+    assert resumed.model[0].weight.data_ptr() == resumed.model[1].weight.data_ptr()

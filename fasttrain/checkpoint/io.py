@@ -56,7 +56,7 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any]) -> in
             unfinished.mkdir(parents=True)
         if ranks > 1:
             dist.barrier()
-        state = {name: _storable(tensor).contiguous() for name, tensor in tensors.items()}
+        state = _with_memory_of_their_own({name: _storable(tensor).contiguous() for name, tensor in tensors.items()})
         with _quiet():
             dcp_save(
                 state,
@@ -95,6 +95,29 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any]) -> in
 def _storable(tensor: Any) -> Any:
     # safetensors cannot address a slice of no dims: such tensors travel with one.
     return tensor.detach().reshape(1) if tensor.dim() == 0 else tensor.detach()
+
+
+def _with_memory_of_their_own(tensors: dict[str, Any]) -> dict[str, Any]:
+    # safetensors refuses two names for one memory, as of weights tied by `.data`.
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if type(tensor) in (torch.Tensor, torch.nn.Parameter) and tensor.numel():
+            place = tensor.untyped_storage().data_ptr()
+            if place in seen:
+                tensors[name] = tensor.clone()
+            seen.add(place)
+    return tensors
+
+
+def _repeats(tensor: Any) -> bool:
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def _fill_expanded(tensor: Any, values: Any) -> None:
+    for dim, (size, stride) in enumerate(zip(tensor.shape, tensor.stride(), strict=True)):
+        if size > 1 and stride == 0:
+            tensor, values = tensor.narrow(dim, 0, 1), values.narrow(dim, 0, 1)
+    tensor.copy_(values)
 
 
 def _cause(error: BaseException) -> BaseException:
@@ -168,5 +191,11 @@ def load_tensors(path: Path, into: Mapping[str, Any]) -> None:
                 "it is of another model."
             )
     state = {name: _storable(tensor) for name, tensor in into.items()}
+    expanded = {name: tensor for name, tensor in state.items() if _repeats(tensor)}
+    state |= {
+        name: torch.empty_like(tensor, memory_format=torch.contiguous_format) for name, tensor in expanded.items()
+    }
     with _quiet():
         dcp_load(state, storage_reader=HuggingFaceStorageReader(str(path)), no_dist=_ranks()[1] == 1)
+    for name, tensor in expanded.items():
+        _fill_expanded(tensor, state[name])
