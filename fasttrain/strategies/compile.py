@@ -32,9 +32,11 @@ def compile_blocks(blocks: Iterable[Any], config: BlocksConfig) -> int:
         ConfigError: torch has no such backend.
     Source: https://docs.pytorch.org/docs/stable/generated/torch.compile.html
     """
+    from torch._dynamo.exc import InvalidBackend
+
     try:
         torch._dynamo.lookup_backend(config.backend)
-    except torch._dynamo.exc.InvalidBackend:
+    except InvalidBackend:
         known = torch._dynamo.list_backends()
         raise ConfigError(
             f"compile.backend={config.backend}: torch knows no backend of that name; {did_you_mean(config.backend, known)}"
