@@ -22,7 +22,7 @@ class Log:
 
 @dataclass(frozen=True, kw_only=True)
 class Evaluate:
-    """When the evaluation set is gone through: every so many optimizer steps; null: after each epoch."""
+    """When the evaluation set is gone through: every so many optimizer steps; null: after each epoch, and at the end."""
 
     every: int | None = None
     batch_size: int | None = None

@@ -7,38 +7,32 @@ import math
 import sys
 import time
 from dataclasses import replace
-from pathlib import Path
 from types import TracebackType
 from typing import TYPE_CHECKING, Any
-
-import yaml
 
 from fasttrain.checkpoint.folder import prune
 from fasttrain.config.settings import seconds
 from fasttrain.distributed.reductions import add_over_ranks, read_together
 from fasttrain.distributed.stopping import Stopper
 from fasttrain.distributed.world import abandon
-from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.observe import (
     Observer,
-    RunInfo,
     StepClock,
     current_memory,
     default_observers,
-    peak_memory,
     reset_peak_memory,
 )
+from fasttrain.trainer.account import run_info, summary
 from fasttrain.trainer.profiling import start_profile
-from fasttrain.trainer.run_folder import SUMMARY, choose, environment
-from fasttrain.trainer.state import check_savable, restore_state, save_state
+from fasttrain.trainer.run_folder import SUMMARY, choose
+from fasttrain.trainer.state import check_savable, refuse_wrong_length, restore_state, save_state
 
 if TYPE_CHECKING:
     from fasttrain.trainer.trainer import StepInfo, Trainer
 
-# Figures of the clock that stand in a logged step, and in the summary.
+# Figures of the clock that stand in a logged step.
 SPEED = ("step_time_s", "data_wait_s", "warmup_s")
-TOTALS = ("step_time_s", "data_wait_fraction", "warmup", "apart_s")
 
 
 class Session:
@@ -93,7 +87,7 @@ class Session:
             self.profiler = start_profile(folder.dir / "profile", trainer.device.type)
         started: list[Observer] = []
         try:
-            info = self._run_info()
+            info = run_info(self)
             for observer in self.observers:
                 observer.started(info)
                 started.append(observer)
@@ -126,44 +120,23 @@ class Session:
         abandon()
         reason = f"{type(error).__name__}: {error}"
         try:
-            summary = self.summary("failed", reason)
+            known = summary(self, "failed", reason)
         except RuntimeError:  # a device that failed (an assert in a kernel) answers nothing more
-            summary = self.summary("failed", reason, ask_device=False)
+            known = summary(self, "failed", reason, ask_device=False)
         for observer in self.observers:
             try:
-                observer.failed(error, summary)
+                observer.failed(error, known)
             except OSError:
                 pass
             except Exception as its_own:  # the first error is the one to tell
                 error.add_note(f"{type(observer).__name__}.failed raised, too: {type(its_own).__name__}: {its_own}")
 
-    def _run_info(self) -> RunInfo:
-        trainer = self.trainer
-        return RunInfo(
-            dir=self.folder.dir,
-            name=self.folder.name,
-            id=self.folder.id,
-            config_yaml=self.config_yaml(),
-            explain=explain_text(trainer),
-            environment=environment(),
-            total_steps=trainer.feed.total_steps,
-            steps_per_epoch=trainer.feed.steps_per_epoch,
-            start_step=trainer.step,
-            batch_size=self.settings.batch_size,
-            world_size=trainer.world.size,
-            device=str(trainer.device),
-            parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
-            unit=trainer.unit,
-            config_hash=trainer.resolved.hash(),
-            torch_version=torch.__version__,
-            request_stop=self.stopper.ask,
-        )
-
     def finished_before(self) -> dict[str, Any]:
         """The summary of a run that was done already; nothing is touched."""
         assert self.folder.dir is not None
         if self.trainer.world.is_main:
-            sys.stdout.write(f"{self.folder.dir} is done already; nothing to do.\n")
+            more = f"resume={self.folder.dir} steps=N"
+            sys.stdout.write(f"{self.folder.dir} is done already; nothing to do. To train it further: {more}\n")
         return json.loads((self.folder.dir / SUMMARY).read_text())
 
     def end(self, status: str, reason: str | None = None) -> dict[str, Any]:
@@ -319,76 +292,6 @@ class Session:
         for observer in self.observers:
             observer.saved(record)
 
-    # ---- what remains
-
-    def summary(self, status: str, reason: str | None = None, ask_device: bool = True) -> dict[str, Any]:
-        """What `summary.json` holds; with `ask_device=False` without what only the device knows."""
-        trainer = self.trainer
-        refused, times = None, {}
-        if ask_device:
-            refused = int(sum(float(trainer.plan.refused(optimizer)) for optimizer in trainer.optimizers.values()))
-            times = self.clock.totals()
-        return {
-            "status": status,
-            "reason": reason,
-            "name": self.folder.name,
-            "id": self.folder.id,
-            "dir": None if self.folder.dir is None else str(self.folder.dir),
-            "steps": trainer.step,
-            "total_steps": trainer.feed.total_steps,
-            "refused_steps": refused,
-            "epochs": trainer.feed.epochs_done,
-            "samples": trainer.feed.samples,
-            "final_loss": self.last_loss,
-            "metrics": self.metrics,
-            "wall_s": time.perf_counter() - self.began,
-            "startup_s": self.began - trainer.created_at,
-            "compile_s": compile_seconds(),
-            **{k: v for k, v in times.items() if k in TOTALS or k.endswith("_per_s")},
-            "peak_memory_bytes": peak_memory(trainer.device),
-            "world_size": trainer.world.size,
-            "device": str(trainer.device),
-            "torch": torch.__version__,
-            "config_hash": trainer.resolved.hash(),
-        }
-
-
-def refuse_wrong_length(trainer: Trainer, checkpoint: Path, config: str) -> None:
-    """Refuse a checkpoint beyond the planned end, and epochs whose first part had other batches.
-
-    A run is planned in steps. With another `batch_size` those of the first part are not those of the rest, and `epochs`
-    would end it too early or too late without a word.
-
-    Raises:
-        ConfigError: the planned steps are not what is meant.
-    """
-    feed, settings, step = trainer.feed, trainer.config, trainer.step
-    before = yaml.safe_load(config)["batch_size"]
-    if before != settings.batch_size and settings.epochs is not None and feed.order is not None:
-        position, per_epoch = feed.position, feed.order.steps_per_epoch
-        this_epoch = math.ceil((feed.order.end - position.seen) / settings.batch_size)
-        steps_left = max(0, this_epoch + (settings.epochs - position.epoch - 1) * per_epoch)
-        raise ConfigError(
-            f"epochs={settings.epochs} with batch_size={settings.batch_size}: {checkpoint} is at step {step} with batches "
-            f"of {before}, and a run is planned in steps; say how many are meant: steps={step + steps_left} ends after the "
-            f"same epochs, or go on with batch_size={before}."
-        )
-    if step > feed.total_steps:
-        raise ConfigError(
-            f"{checkpoint} is at step {step}, beyond the {feed.total_steps} steps planned here; give more of them (steps=N, "
-            "epochs=N), or start anew without resume."
-        )
-
-
-def compile_seconds() -> float:
-    """Seconds that torch.compile took in this process so far: tracing and generating code, forward and backward."""
-    if "torch._dynamo.utils" not in sys.modules:
-        return 0.0
-    spent = sys.modules["torch._dynamo.utils"].cumulative_time_spent_ns
-    return (spent["entire_frame_compile"] + spent["entire_backward_compile"]) / 1e9
-
-
-def explain_text(trainer: Trainer) -> str:
-    """Who acts on which line of the step, as text."""
-    lines = [f"{verb:17s} {', '.join(acting) or '-'}" for verb, acting in trainer.plan.explain()]
-    return "\n".join(lines) + "\n"
+    def summary(self, status: str, reason: str | None = None) -> dict[str, Any]:
+        """What `summary.json` holds."""
+        return summary(self, status, reason)

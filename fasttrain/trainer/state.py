@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
 from fasttrain.data.seeds import mix
-from fasttrain.errors import CheckpointError
+from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.lazy import np, torch
 from fasttrain.trainer.extra_state import KEY, extra_states, give_extra_states
 from fasttrain.trainer.feed import Position
@@ -213,3 +216,30 @@ def _give_strategies(trainer: Trainer, tensors: Mapping[str, Any], plain: Mappin
         _, slot, key = name.split(".", 2)
         states.setdefault(slot, {})[key] = tensor.to(trainer.device)
     trainer.plan.load_state_dict(states)
+
+
+def refuse_wrong_length(trainer: Trainer, checkpoint: Path, config: str) -> None:
+    """Refuse a checkpoint beyond the planned end, and epochs whose first part had other batches.
+
+    A run is planned in steps. With another `batch_size` those of the first part are not those of the rest, and `epochs`
+    would end it too early or too late without a word.
+
+    Raises:
+        ConfigError: the planned steps are not what is meant.
+    """
+    feed, settings, step = trainer.feed, trainer.config, trainer.step
+    before = yaml.safe_load(config)["batch_size"]
+    if before != settings.batch_size and settings.epochs is not None and feed.order is not None:
+        position, per_epoch = feed.position, feed.order.steps_per_epoch
+        this_epoch = math.ceil((feed.order.end - position.seen) / settings.batch_size)
+        steps_left = max(0, this_epoch + (settings.epochs - position.epoch - 1) * per_epoch)
+        raise ConfigError(
+            f"epochs={settings.epochs} with batch_size={settings.batch_size}: {checkpoint} is at step {step} with batches "
+            f"of {before}, and a run is planned in steps; say how many are meant: steps={step + steps_left} ends after the "
+            f"same epochs, or go on with batch_size={before}."
+        )
+    if step > feed.total_steps:
+        raise ConfigError(
+            f"{checkpoint} is at step {step}, beyond the {feed.total_steps} steps planned here; give more of them (steps=N, "
+            "epochs=N), or start anew without resume."
+        )
