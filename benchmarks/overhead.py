@@ -88,23 +88,31 @@ QUIET: dict[str, Any] = {"run": {"dir": None}, "log": {"every": 100}, "steps": 1
 def mlp() -> tuple[Block, Block, Block, int]:
     """Two layers; a step of a few hundred microseconds with torch's DataLoader."""
     g = torch.Generator().manual_seed(0)
-    x, y = torch.randn(4096, 64, generator=g), torch.randint(10, (4096,), generator=g)
+    x, y = torch.randn(4096, 32, generator=g), torch.randint(10, (4096,), generator=g)
 
     def model() -> nn.Module:
         torch.manual_seed(0)
-        return nn.Sequential(nn.Linear(64, 128), nn.ReLU(), nn.Linear(128, 10))
+        return nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 10))
 
     def loader() -> DataLoader:
-        return DataLoader(TensorDataset(x, y), batch_size=16, shuffle=True, generator=torch.Generator().manual_seed(0))
+        return DataLoader(TensorDataset(x, y), batch_size=8, shuffle=True, generator=torch.Generator().manual_seed(0))
 
     def flat() -> Block:
         m = model()
         optimizer = torch.optim.SGD(m.parameters(), lr=0.01, momentum=0.9, fused=True)
         return flat_block(m, optimizer, endless(loader()), lambda m, b: F.cross_entropy(m(b[0]), b[1]), log_every=100)
 
-    trainer = Trainer.from_parts(
-        model(), Data(train=loader()), F.cross_entropy, batch_size=16, optimizer={"name": "sgd", "lr": 0.01}, **QUIET
-    )
+    class Mlp(Trainer):
+        def build_data(self) -> Data:
+            return Data(train=loader())
+
+        def build_model(self) -> nn.Module:
+            return model()
+
+        def loss(self, output: Any, batch: Any) -> Any:
+            return F.cross_entropy(output, batch[1])
+
+    trainer = Mlp(batch_size=8, optimizer={"name": "sgd", "lr": 0.01}, **QUIET)
     return flat(), flat(), trainer_block(trainer), 500
 
 

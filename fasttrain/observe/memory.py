@@ -64,7 +64,8 @@ def _device_stats(device: Any) -> dict[str, int]:
 
 def _rss() -> int:
     try:
-        return int((_PROC / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+        with open("/proc/self/statm", "rb") as statm:
+            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
     except OSError:
         return _peak_rss()
 

@@ -216,8 +216,9 @@ class StepClock:
         self._quantiles.add(seconds / steps, steps)
 
     def _fold_host(self) -> None:
-        for seconds in self._host:
-            self._took(seconds)
+        self._window.steps += len(self._host)
+        self._window.seconds += sum(self._host)
+        self._quantiles.add_each(self._host)
         self._host.clear()
 
     def _fold_whole(self) -> None:

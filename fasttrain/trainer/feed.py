@@ -32,7 +32,7 @@ class Feed:
     """Batches of a run. Says how many steps there are, and tells the task what it knows of each batch."""
 
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
-        share = settings.batch_size // world.size
+        self._share = share = settings.batch_size // world.size
         train = batched(data.train, share, data) if share else data.train
         self.data = replace(data, train=train, evaluation=_stream(data.evaluation, settings, world, data))
         self.settings, self.world, self.device = settings, world, world.device
@@ -181,7 +181,7 @@ class Feed:
         """Samples in a batch that the data cut. Other sizes than the share are left to the check of whoever cuts it."""
         if isinstance(batch, Microbatches):
             return sum(_leading(microbatch) for microbatch in batch)
-        share, held = self.settings.batch_size // self.world.size, _leading(batch)
+        share, held = self._share, _leading(batch)
         # Once a whole batch came, dim 0 is known to be the samples, and a shorter one is a short last one.
         self._saw_whole_batch |= held == share
         if held == share:
@@ -237,7 +237,7 @@ def _stream(evaluation: Any, settings: Settings, world: World, data: Data) -> An
 def _leading(batch: Any) -> int:
     """Entries along dim 0 of the first tensor of a batch; 1 where there is none."""
     first = batch
-    while isinstance(first, tuple | list) and first:
+    while isinstance(first, (tuple, list)) and first:  # not a union, which would be built anew in each step
         first = first[0]
     if not isinstance(first, torch.Tensor):
         first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)

@@ -56,6 +56,8 @@ class Session:
         self.profiler: Any = None
         self._warned = False
         self._by_samples = trainer.task.count is None
+        self._evaluates = trainer.data.evaluation is not None
+        self._total_steps = trainer.total_steps
         self._log_every = self.settings.log.every
         self._save_every = self.settings.checkpoint.every
 
@@ -150,7 +152,7 @@ class Session:
 
     def watch(self, step: int) -> None:
         """Before a step: whether its figures will be read."""
-        watching = step % self._log_every == 0 or step == self.trainer.feed.total_steps
+        watching = step % self._log_every == 0 or step == self._total_steps
         if watching != self.watching:
             self.watching = watching
             self.trainer.plan.watch_norm = self.trainer.figures.watching = watching
@@ -168,7 +170,7 @@ class Session:
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether to evaluate after this step: every so many, or after each epoch."""
-        if self.trainer.data.evaluation is None:
+        if not self._evaluates:
             return False
         every = self.settings.evaluate.every
         if every is not None:

@@ -120,7 +120,7 @@ class Trainer:
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """Arguments of the model: the first entry of a tuple, if not overridden."""
-        if isinstance(batch, tuple | list):
+        if isinstance(batch, (tuple, list)):  # not a union, which would be built anew in each step
             return (batch[0],)
         raise NotImplementedError(
             f"{type(self).__name__}: give inputs(self, batch) and loss(self, output, batch), or override "
