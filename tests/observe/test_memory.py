@@ -28,15 +28,16 @@ def test_the_peak_holds_a_temporary_that_is_gone() -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux resets the host's peak")
 def test_peak_mem_a_small_run_after_a_large_one_shows_its_own_peak() -> None:
     peaks = []
-    for size in (96, 8):
+    # Above 32 MiB, glibc's largest threshold, memory is always mapped anew and never a piece of the heap that is there.
+    for size in (160, 40):
         reset_peak_memory("cpu")
         begin = current_memory("cpu")
         temporary = torch.ones(size * MIB, dtype=torch.uint8)
         del temporary
         peaks.append(peak_memory("cpu")["rss"] - begin)
     large, small = peaks
-    assert large >= 90 * MIB
-    assert 6 * MIB <= small <= 32 * MIB
+    assert large >= 150 * MIB
+    assert 36 * MIB <= small <= 80 * MIB
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="getrusage inherits the parent's peak on Linux")
