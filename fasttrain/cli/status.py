@@ -91,7 +91,7 @@ def _folders(path: Path) -> list[Path]:
 
 
 def _started_at(run: Path) -> float:
-    return float(_summary(run).get("started_at") or (run / summary_file.NAME).stat().st_mtime)
+    return float(summary_file.read_summary(run).get("started_at") or (run / summary_file.NAME).stat().st_mtime)
 
 
 def _suggestion(run: Path) -> str:
@@ -115,7 +115,7 @@ def _suggestion(run: Path) -> str:
 def inspect(run: Path, now: float | None = None) -> dict[str, Any]:
     """The state of a run as one JSON object; what nobody can tell is null."""
     now = time.time() if now is None else now
-    summary = _summary(run)
+    summary = summary_file.read_summary(run)
     last, evaluation = _last_lines(run / metrics_file.NAME)
     state = summary.get("status") or "failed"
     gone = has_died(summary)
@@ -160,14 +160,6 @@ def resume_command(run: Path, summary: Mapping[str, Any]) -> str:
 
 def _newer(one: int | None, other: int | None) -> int | None:
     return max((step for step in (one, other) if step is not None), default=None)
-
-
-def _summary(run: Path) -> dict[str, Any]:
-    try:
-        content = json.loads((run / summary_file.NAME).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _age(run: Path, now: float) -> float | None:

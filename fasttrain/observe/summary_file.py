@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 import traceback
 from collections.abc import Callable, Mapping
@@ -34,6 +35,15 @@ KEYS = (
     "config_hash",
 )
 EVERY_S = 3.0
+
+
+def read_summary(run: Path) -> dict[str, Any]:
+    """What `summary.json` of a run folder holds; empty where there is none, or none that can be read."""
+    try:
+        content = json.loads((run / NAME).read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class SummaryFile(Observer):

@@ -42,7 +42,6 @@ class TensorBoard(Observer):
 
     def __init__(self) -> None:
         self._writer: Any = None
-        self._logged: list[str] = []
 
     def started(self, run: RunInfo) -> None:
         """Open an event file and write the config."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import sys
@@ -16,8 +15,7 @@ from fasttrain.config.settings import Settings
 from fasttrain.distributed.world import World
 from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.observe.process import has_died
-
-SUMMARY = "summary.json"
+from fasttrain.observe.summary_file import read_summary
 
 
 @dataclass(frozen=True)
@@ -31,21 +29,14 @@ class RunFolder:
     finished: bool = False
 
 
-def _summary(run: Path) -> dict[str, Any]:
-    try:
-        return json.loads((run / SUMMARY).read_text())
-    except (OSError, ValueError):
-        return {}
-
-
 def status_of(run: Path) -> str | None:
     """What `summary.json` of a run folder says: done, stopped, failed, running; `None` without one."""
-    return _summary(run).get("status")
+    return read_summary(run).get("status")
 
 
 def _writer(run: Path) -> int | None:
     """The process on this host that writes a run folder now, if another one does."""
-    summary = _summary(run)
+    summary = read_summary(run)
     alive = summary.get("status") == "running" and has_died(summary) is False and summary["pid"] != os.getpid()
     return summary["pid"] if alive else None
 

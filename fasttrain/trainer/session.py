@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import sys
 import time
@@ -23,9 +22,10 @@ from fasttrain.observe import (
     default_observers,
     reset_peak_memory,
 )
+from fasttrain.observe.summary_file import read_summary
 from fasttrain.trainer.account import run_info, summary
 from fasttrain.trainer.profiling import start_profile
-from fasttrain.trainer.run_folder import SUMMARY, choose
+from fasttrain.trainer.run_folder import choose
 from fasttrain.trainer.state import check_savable, refuse_wrong_length, restore_state, save_state
 
 if TYPE_CHECKING:
@@ -139,14 +139,14 @@ class Session:
         if self.trainer.world.is_main:
             more = f"resume={self.folder.dir} steps=N"
             sys.stdout.write(f"{self.folder.dir} is done already; nothing to do. To train it further: {more}\n")
-        return json.loads((self.folder.dir / SUMMARY).read_text())
+        return read_summary(self.folder.dir)
 
     def end(self, status: str, reason: str | None = None) -> dict[str, Any]:
         """Tell the observers that the run ended."""
-        summary = self.summary(status, reason)
+        known = summary(self, status, reason)
         for observer in self.observers:
-            observer.finished(summary)
-        return summary
+            observer.finished(known)
+        return known
 
     # ---- around each step
 
@@ -293,7 +293,3 @@ class Session:
         record = {"step": trainer.step, "path": str(path), "bytes": written, "seconds": time.perf_counter() - began}
         for observer in self.observers:
             observer.saved(record)
-
-    def summary(self, status: str, reason: str | None = None) -> dict[str, Any]:
-        """What `summary.json` holds."""
-        return summary(self, status, reason)
