@@ -118,7 +118,7 @@ def mlp() -> tuple[Block, Block, Block, int]:
 
 def resnet() -> tuple[Block, Block, Block, int]:
     """The quickstart."""
-    from recipes.flat.resnet import MOMENTUM, WEIGHT_DECAY
+    from recipes.flat.resnet import MOMENTUM, groups
     from recipes.resnet import digits
 
     resolved = load(
@@ -138,9 +138,7 @@ def resnet() -> tuple[Block, Block, Block, int]:
     def flat() -> Block:
         torch.manual_seed(0)
         m = build_resnet("resnet8", num_classes=10, channels=1, stem="small", width=32)
-        optimizer = torch.optim.SGD(
-            m.parameters(), lr=0.01, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
-        )
+        optimizer = torch.optim.SGD(groups(m), lr=0.01, momentum=MOMENTUM, nesterov=True, fused=True)
         return flat_block(m, optimizer, batches(), lambda m, b: F.cross_entropy(m(b[0]), b[1]))
 
     return flat(), flat(), trainer_block(trainer), 23
@@ -166,7 +164,7 @@ def bert() -> tuple[Block, Block, Block, int]:
         torch.manual_seed(0)
         m = flat_bert.build_model(text, config)
         optimizer = torch.optim.AdamW(
-            m.parameters(), lr=1e-4, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay, fused=True
+            flat_bert.groups(m, config.weight_decay), lr=1e-4, betas=config.betas, eps=config.eps, fused=True
         )
         return flat_block(
             m,

@@ -16,7 +16,7 @@ _HOMES = {
     "Microbatches": "fasttrain.core.batch",
     "Plan": "fasttrain.core.plan",
     "Context": "fasttrain.core.strategy",
-    "StepInfo": "fasttrain.trainer.trainer",
+    "StepInfo": "fasttrain.core.task",
     "Strategy": "fasttrain.core.strategy",
     "Clash": "fasttrain.core.strategy",
     "Observer": "fasttrain.observe",
@@ -30,12 +30,12 @@ if TYPE_CHECKING:
     from fasttrain.core.batch import Microbatches
     from fasttrain.core.plan import Plan
     from fasttrain.core.strategy import Clash, Context, Strategy
+    from fasttrain.core.task import StepInfo
     from fasttrain.data import Data
     from fasttrain.errors import ConfigError, FasttrainError, RunError
     from fasttrain.observe import Observer
     from fasttrain.registry import register
     from fasttrain.trainer import Trainer
-    from fasttrain.trainer.trainer import StepInfo
 
 
 def __getattr__(name: str) -> Any:

@@ -85,6 +85,10 @@ class SyncError(RunError):
     """The gradients of the ranks cannot be combined as the code asks."""
 
 
+class CompileError(RunError):
+    """Code that was to be compiled runs uncompiled."""
+
+
 class CheckpointError(RunError):
     """A checkpoint cannot be written or read."""
 

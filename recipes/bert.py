@@ -50,10 +50,14 @@ class Bert(Trainer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Trainer.Config):
-        """Settings of the run, the model and the text."""
+        """Settings of the run, the model and the text.
+
+        `chunked_loss` trains without ever holding the scores of all hidden tokens (docs/losses.md).
+        """
 
         model: Model = field(default_factory=Model)
         data: TextConfig = field(default_factory=TextConfig)
+        chunked_loss: bool = False
 
     text: Corpus
     unigram_entropy: float
@@ -98,11 +102,14 @@ class Bert(Trainer):
         )
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
-        """Tokens, neither padding mask nor token types, and where scores are wanted."""
-        return batch["tokens"], None, None, batch["positions"]
+        """Tokens, neither padding mask nor token types, where scores are wanted, and labels if the model makes the loss."""
+        labels = batch["labels"] if self.config.chunked_loss and self.model.training else None
+        return batch["tokens"], None, None, batch["positions"], labels
 
     def loss(self, output: Any, batch: Any) -> Any:
-        """Mean cross-entropy over hidden tokens."""
+        """Mean cross-entropy over hidden tokens, of their scores; the model may have made it itself."""
+        if output.dim() == 0:
+            return output
         return F.cross_entropy(output.flatten(0, 1), batch["labels"].flatten(), ignore_index=IGNORED)
 
     def count(self, batch: Any) -> Any:

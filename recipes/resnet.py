@@ -10,8 +10,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from fasttrain import Data, Trainer
+from fasttrain.data.packed import pack_folder
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import F, torch
+from fasttrain.nn.mixing import Mixing
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,11 +46,30 @@ class ResNet(Trainer):
 
     @dataclass(frozen=True, kw_only=True)
     class Config(Trainer.Config):
-        """`label_smoothing` takes that share of the target away from the true class."""
+        """`label_smoothing` takes that share of the target away from the true class.
+
+        `mixup` and `cutmix` blend training images, by the parameter of their Beta distribution (docs/losses.md).
+        """
 
         model: ResNetModel = field(default_factory=ResNetModel)
         data: ImageData = field(default_factory=ImageData)
         label_smoothing: float = 0.0
+        mixup: float | None = None
+        cutmix: float | None = None
+
+        def __post_init__(self) -> None:
+            super().__post_init__()
+            if not 0 <= self.label_smoothing < 1:
+                raise ConfigError(f"label_smoothing={self.label_smoothing} is not in 0 to 1; use 0.1, or 0 for none.")
+            if self.mixes:
+                Mixing(classes=1, mixup=self.mixup, cutmix=self.cutmix)
+
+        @property
+        def mixes(self) -> bool:
+            """Whether training images are blended."""
+            return self.mixup is not None or self.cutmix is not None
+
+    mixing: Mixing | None = None
 
     def build_data(self) -> Data:
         """Images and labels; tensors in memory, or a folder read by workers."""
@@ -60,6 +81,9 @@ class ResNet(Trainer):
         """A ResNet for as many classes as the data has."""
         from fasttrain.models.resnet import build_resnet
 
+        if self.config.mixes:
+            classes = num_classes(self.data)
+            self.mixing = Mixing(classes=classes, mixup=self.config.mixup, cutmix=self.config.cutmix)
         config = self.config.model
         return build_resnet(
             config.name,
@@ -71,12 +95,16 @@ class ResNet(Trainer):
             dropout=config.dropout,
         )
 
+    def augment(self, batch: Any, seed: int) -> Any:
+        """Images blended in pairs, and soft targets `[batch, classes]`, where the config asks for it."""
+        return batch if self.mixing is None else self.mixing(batch[0], batch[1], seed)
+
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """Images, `[batch, channels, height, width]`."""
         return (batch[0],)
 
     def loss(self, output: Any, batch: Any) -> Any:
-        """Mean cross-entropy."""
+        """Mean cross-entropy; labels are classes, or probabilities where images were blended."""
         return F.cross_entropy(
             output, batch[1], label_smoothing=self.config.label_smoothing if self.model.training else 0.0
         )
@@ -145,8 +173,8 @@ def image_folder(config: ImageData) -> Data:
     train = v2.Compose([v2.RandomResizedCrop(size, antialias=True), v2.RandomHorizontalFlip(), *normalise])
     val = v2.Compose([v2.Resize(size * 256 // 224, antialias=True), v2.CenterCrop(size), *normalise])
     return Data(
-        train=datasets.ImageFolder(f"{config.path}/train", train),
-        evaluation=datasets.ImageFolder(f"{config.path}/val", val),
+        train=pack_folder(datasets.ImageFolder(f"{config.path}/train", train)),
+        evaluation=pack_folder(datasets.ImageFolder(f"{config.path}/val", val)),
         num_workers=config.num_workers,
     )
 

@@ -62,7 +62,7 @@ class Fake:
 
 
 @dataclass(frozen=True, kw_only=True)
-class EmaConfig:
+class SlowConfig:
     decay: float = 0.99
     every: int = 1
 
@@ -72,23 +72,23 @@ class EmaConfig:
 
 
 @dataclass(frozen=True, kw_only=True)
-class SwaConfig:
+class LateConfig:
     begin: int
     every: int = 1
 
 
-class Ema(Strategy):
-    Config = EmaConfig
+class Slow(Strategy):
+    Config = SlowConfig
 
 
-class Swa(Strategy):
-    Config = SwaConfig
+class Late(Strategy):
+    Config = LateConfig
 
 
 class Ring(Strategy):
     Config = NoConfig
     clashes = (
-        Clash(slot="weight_averaging", name="swa", why="the sequence is cut.", instead="use weight_averaging=ema."),
+        Clash(slot="weight_averaging", name="late", why="the sequence is cut.", instead="use weight_averaging=slow."),
         Clash(slot="tensor_parallel", why="both cut the same layers.", instead="keep one of them."),
     )
 
@@ -103,8 +103,8 @@ def use_an_own_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
     monkeypatch.setattr(registry, "_registered", {})
-    register("weight_averaging", "ema")(Ema)
-    register("weight_averaging", "swa")(Swa)
+    register("weight_averaging", "slow")(Slow)
+    register("weight_averaging", "late")(Late)
     register("context_parallel", "ring")(Ring)
     register("tensor_parallel", "rows")(Rows)
 

@@ -19,6 +19,7 @@ class Recorder:
 
         self.inner = Observer()
         self.steps, self.evaluations, self.saves, self.summary, self.error = [], [], [], None, None
+        self.remarks = []
 
     def started(self, run):
         self.run = run
@@ -28,6 +29,9 @@ class Recorder:
 
     def evaluated(self, record):
         self.evaluations.append(dict(record))
+
+    def remarked(self, record):
+        self.remarks.append(dict(record))
 
     def saved(self, record):
         self.saves.append(dict(record))
@@ -92,3 +96,10 @@ def largest_difference(a, b):
     """The largest absolute difference between two states."""
     assert set(a) == set(b)
     return max((a[name].double() - b[name].double()).abs().max().item() for name in a)
+
+
+def by_dimension(model, weight_decay=0.01):
+    """Parameter groups as one writes them by hand for a model without embeddings: matrices decay, the rest does not."""
+    decays = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decays, "weight_decay": weight_decay}, {"params": rest, "weight_decay": 0.0}]

@@ -11,19 +11,34 @@ from tests.helpers import points
 
 # What a strategy is given where its defaults do not suit a small model on the CPU.
 SETTINGS = {
+    "adapters.freeze": {"freeze": ["blocks.0"]},
     "accumulation.microbatches": {"num": 2},
+    "activation_offload.cpu": {"min_bytes": 0, "in_flight": 2},
     # Traces and differentiates as inductor does, and then runs torch's own kernels: no C++ compiler is waited for.
     "compile.blocks": {"backend": "aot_eager"},
+    "compile.model": {"backend": "aot_eager"},
+    "float8.tensorwise": {"emulate": True, "min_features": 8, "multiple_of": 8},
+    "float8.rowwise": {"emulate": True, "min_features": 8, "multiple_of": 8},
     "optimizer.sgd": {"lr": 0.05},
     "gradient_clipping.norm": {"max_norm": 0.1},
+    "gradient_clipping.value": {"max_value": 0.01},
+    "gradient_clipping.adaptive": {"last_linear": True},
+    # So that a short run is averaged, and its averages are not its weights.
+    "weight_averaging.ema": {"decay": 0.9},
+    "weight_averaging.swa": {"start": 0},
     # Small enough that no step is refused, and moving in a short run.
     "precision.fp16": {"init_scale": 1024.0, "growth_interval": 3},
 }
 
+# What a strategy cannot do without.
+COMPANIONS = {"activation_checkpointing.budget": [("compile", "blocks")], "float8.rowwise": [("precision", "bf16")]}
+
 
 def setting(slot, name):
-    """What a config says for a strategy."""
-    return {slot: {"name": name, **SETTINGS.get(f"{slot}.{name}", {})}}
+    """What a config says for a strategy, and for what it needs beside it."""
+    companions = COMPANIONS.get(f"{slot}.{name}", [])
+    given = [(slot, name), *companions]
+    return {s: {"name": n, **SETTINGS.get(f"{s}.{n}", {})} for s, n in given}
 
 
 class Block(nn.Module):
@@ -59,7 +74,11 @@ class Stack(Trainer):
     norm, dropout = nn.LayerNorm, 0.0
 
     def build_data(self):
-        return Data(train=points())
+        return self.data_of(points())
+
+    def data_of(self, train):
+        """Training data; evaluated on, too, where a strategy acts on evaluations and refuses a run without."""
+        return Data(train=train, evaluation=train if self.resolved.names.get("schedule") == "plateau" else None)
 
     def build_model(self):
         return StackModel(self.norm, self.dropout)
@@ -69,6 +88,43 @@ class Stack(Trainer):
 
 
 class Restless(Stack):
+    """The same with all that a run has to remember: running statistics and dropout."""
+
+    norm, dropout = nn.BatchNorm1d, 0.2
+
+
+class PictureModel(StackModel):
+    """A convolution before the blocks."""
+
+    def __init__(self, norm, dropout):
+        super().__init__(norm, dropout)
+        self.embed = nn.Conv2d(2, 8, 2)
+
+    def forward(self, x):
+        x = self.embed(x).flatten(1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(x)
+
+
+class Pictures(Stack):
+    """The classifier of points as small images: what every strategy can work on but those of batch norms."""
+
+    def build_data(self):
+        x, y = points()
+        return self.data_of((x.view(-1, 2, 2, 2), y))
+
+    def build_model(self):
+        return PictureModel(self.norm, self.dropout)
+
+
+class NormedPictures(Pictures):
+    """The same with batch norms."""
+
+    norm = nn.BatchNorm1d
+
+
+class RestlessPictures(Pictures):
     """The same with all that a run has to remember: running statistics and dropout."""
 
     norm, dropout = nn.BatchNorm1d, 0.2

@@ -15,6 +15,7 @@ FLOORS = {
     "lazy": 0.1,
     "optim": 0.2,
     "nn": 0.2,
+    "compiler": 0.3,
     "core": 1,
     "registry": 1.1,
     "distributed": 2,
@@ -73,7 +74,8 @@ def test_a_module_imports_lower_floors_only(path):
 def test_the_trainer_names_no_strategy():
     from fasttrain.registry import BUILT_IN
 
-    names = {name for slot in BUILT_IN.values() for name in slot}
+    # "model" is a strategy of compile, and the name of the trainer's one part.
+    names = {name for slot in BUILT_IN.values() for name in slot} - {"model"}
     tree = ast.parse((PACKAGE / "trainer" / "trainer.py").read_text())
     docstrings = {
         ast.get_docstring(node, clean=False)

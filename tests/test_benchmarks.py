@@ -8,7 +8,9 @@ import sys
 import pytest
 import torch
 
-from benchmarks import gpu
+from benchmarks import compile as compiling
+from benchmarks import gpu, strategies
+from benchmarks.gpu import TinyWords
 from tests.commands import ROOT
 
 
@@ -52,20 +54,54 @@ def test_the_gpu_benchmark_appends_rows(tmp_path):
 
 
 @pytest.mark.slow
-def test_every_setting_of_the_gpu_benchmark_runs_or_says_why_not(tmp_path):
+def test_a_warm_start_of_the_compile_benchmark_compiles_nothing(tmp_path):
+    path = tmp_path / "compile.csv"
+    compiling.main(["--only", "bert4", "blocks", "--rounds", "1", "--save", str(path)])
+    (row,) = rows_of(path)
+    assert (row["model"], row["compile"], row["graphs"], row["misses"]) == ("bert4", "blocks", "1", "0")
+    assert float(row["cold_s"]) > 0.0
+    assert float(row["ratio"]) == pytest.approx(float(row["cold_s"]) / float(row["warm_s"]), rel=5e-2)
+
+
+def compiled_with(backend):
+    """The settings, compiled by another backend: inductor's C++ compiler takes minutes on a CPU."""
+    compile_blocks = {"name": "blocks", "backend": backend}
+    return {name: s | {"compile": compile_blocks} if "compile" in s else s for name, s in gpu.SETTINGS.items()}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", gpu.MODELS)
+def test_every_setting_of_the_gpu_benchmark_runs_or_says_why_not(monkeypatch, tmp_path, model):
+    monkeypatch.setattr(gpu, "SETTINGS", compiled_with("aot_eager"))
     path = tmp_path / "gpu.csv"
-    assert gpu.main(["--device", "cpu", "--tiny", "--only", "bert_base", "--save", str(path)]) == 0
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", model, "--save", str(path)]) == 0
     rows = {row["setting"]: row for row in rows_of(path)}
     assert list(rows) == list(gpu.SETTINGS)
-    assert {setting for setting, row in rows.items() if row["status"] == "done"} == set(gpu.SETTINGS) - {"tf32"}
-    assert "has no TensorFloat-32" in rows["tf32"]["reason"]
+    reasons = {setting: row["reason"] for setting, row in rows.items() if row["status"] == "refused"}
+    expected = {"tf32": "has no TensorFloat-32", "bf16+float8+compile": "float8"}
+    if model == "bert_base":
+        expected |= {name: "no 2-D or 3-D convolution" for name in gpu.SETTINGS if "channels_last" in name}
+    else:
+        expected["bf16+lora"] = "hold no linear layer"
+    assert set(reasons) == set(expected)
+    assert all(part in reasons[setting] for setting, part in expected.items())
+    assert {row["status"] for row in rows.values()} == {"done", "refused"}
+
+
+@pytest.mark.slow
+def test_a_compiled_setting_of_the_gpu_benchmark_runs_with_inductor(monkeypatch, tmp_path):
+    monkeypatch.setattr(gpu, "MODELS", {"bert_base": gpu.MODELS["bert_base"]})
+    path = tmp_path / "gpu.csv"
+    assert gpu.main(["--device", "cpu", "--tiny", "--only", "bf16+budget+compile", "--save", str(path)]) == 0
+    assert [(row["model"], row["status"]) for row in rows_of(path)] == [("bert_base", "done")]
 
 
 def test_what_there_is_no_time_for_is_named(tmp_path):
     path = tmp_path / "gpu.csv"
     assert gpu.main(["--device", "cpu", "--tiny", "--minutes", "-1", "--save", str(path)]) == 0
     rows = rows_of(path)
-    assert len(rows) == len(gpu.MODELS) * len(gpu.SETTINGS) == 12
+    # Both models with what comes first, before either with what comes last.
+    assert [(r["setting"], r["model"]) for r in rows] == [(s, m) for s in gpu.SETTINGS for m in gpu.MODELS]
     assert {row["status"] for row in rows} == {"left out"}
 
 
@@ -89,3 +125,24 @@ def test_the_flat_loop_trains_as_the_trainer_does(monkeypatch, name, setting):
     trained, by_hand = trainer.model.state_dict(), models[0].state_dict()
     assert set(trained) == set(by_hand)
     assert all(torch.equal(trained[key], by_hand[key]) for key in trained)
+
+
+@pytest.mark.slow
+def test_the_benchmark_of_strategies_counts_what_one_saves(monkeypatch, tmp_path):
+    path = tmp_path / "strategies.csv"
+    rows = {"full": strategies.ROWS["activation_checkpointing"]["full"]}
+    monkeypatch.setattr(strategies, "ROWS", {"activation_checkpointing": rows})
+    strategies.main(["--no-times", "--only", "resnet50", "--save", str(path)])
+    rows = strategies.newest(path)
+    assert len(rows) == 2
+    plain, full = rows["", "plain", "resnet50"], rows["activation_checkpointing", "full", "resnet50"]
+    assert float(full["kept_mib"]) < 0.4 * float(plain["kept_mib"])
+    assert float(full["peak_mib"]) < 0.6 * float(plain["peak_mib"])
+    assert float(full["gflop"]) == pytest.approx(4 / 3 * float(plain["gflop"]), rel=0.02)
+
+
+def test_times_are_those_of_turns_with_plain_training():
+    ratio = strategies.time_ratio(
+        TinyWords, {"accumulation": {"name": "microbatches", "num": 2}}, torch.device("cpu"), 1
+    )
+    assert 0.1 < ratio < 20.0  # other work on the machine may fall on one of the two

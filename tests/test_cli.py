@@ -67,6 +67,24 @@ def test_the_saved_config_makes_the_same_run_again(finished, tmp_path):
     )
 
 
+def test_explain_compile_tells_what_torch_makes_of_the_model():
+    asked = ["explain", "--config", DIGITS, "--compile", "compile=blocks", "compile.backend=aot_eager"]
+    told = json.loads(run(*asked, "--json").stdout)["compile"]
+    assert (told["graphs"], told["breaks"], told["fallbacks"]) == (6, [], [])  # three kinds of blocks, and evaluation
+    assert "torchvision/models/resnet.py" in {entry["file"] for entry in told["recompilations"]}
+    assert told["remarks"][0].startswith("3 graphs of 3 BasicBlock, no graph breaks, ")
+    shown = run(*asked).stdout.splitlines()
+    assert shown[0].startswith("3 graphs of 3 BasicBlock")
+    assert "    6 graphs of forward passes, 0 of them from the cache" in shown
+
+
+def test_explain_compile_without_anything_to_compile_says_what_to_add():
+    done = run("explain", "--config", DIGITS, "--compile")
+    assert done.returncode == 2
+    assert "add compile=blocks or compile=model" in done.stderr
+    assert "--compile belongs to explain" in run("--config", DIGITS, "--compile").stderr
+
+
 def test_explain_names_who_acts_on_each_line():
     done = run("explain", "--config", DIGITS, "gradient_clipping=norm")
     lines = {line.split()[0]: line for line in done.stdout.splitlines() if line and not line.startswith(" ")}

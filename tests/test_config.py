@@ -10,12 +10,12 @@ from omegaconf import OmegaConf
 
 from fasttrain.config import Resolved, Settings, check, load
 from tests.config_fakes import (  # noqa: F401
-    Ema,
-    EmaConfig,
     Fake,
     Layer,
     Model,
     Norm,
+    Slow,
+    SlowConfig,
     read,
     refused,
     refused_keywords,
@@ -188,7 +188,7 @@ def test_a_dataclass_that_refuses_its_values_is_told_at_the_key_it_names():
     assert (problem.key, problem.line) == ("net.dropout", 5)
     assert problem.message == "dropout=1.5 must be at least 0 and below 1"
     assert problem.suggestion == "write for example 0.1"
-    (problem,) = refused("weight_averaging: {name: ema, decay: 2}\n")
+    (problem,) = refused("weight_averaging: {name: slow, decay: 2}\n")
     assert (problem.key, problem.line) == ("weight_averaging.decay", 3)
 
 

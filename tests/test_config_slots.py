@@ -14,12 +14,12 @@ from fasttrain.config import Settings, check, from_keywords, load
 from fasttrain.core.strategy import NoConfig
 from fasttrain.errors import ConfigErrors
 from tests.config_fakes import (  # noqa: F401
-    Ema,
-    EmaConfig,
     Fake,
     Layer,
     Model,
     Norm,
+    Slow,
+    SlowConfig,
     read,
     refused,
     refused_keywords,
@@ -44,9 +44,20 @@ from tests.config_fakes import (  # noqa: F401
             "optimizer=sgd has no key 'eps'",
             "belongs to optimizer=adamw",
         ),
+        ("gradient_clipping: 1.0", "gradient_clipping", "gradient_clipping has no strategy '1.0'", "{name: norm, ...}"),
+        ("adapters: {name: lora, r: 8}", "adapters.r", "adapters=lora has no key 'r'", "did you mean 'rank'?"),
+        ("log.every: 5", "log.every", "there is no such setting or slot", "write 'log: {every: ...}'"),
+        ("optimizer.adamw.lr: 5", "optimizer.adamw.lr", "there is no such", "write 'optimizer: {adamw: {lr: ...}}'"),
+        ("device: gpu", "device", "device=gpu is no device", "did you mean 'cuda'?"),
+        ("device: 'cuda:first'", "device", "device=cuda:first is no device", "did you mean 'cuda'?"),
         ("fp16: true", "fp16", "there is no such setting or slot", "write precision=fp16"),
-        ("adapters: lora", "adapters", "adapters has no strategy 'lora'", "no strategy yet"),
-        ("weight_averaging: swa", "weight_averaging.begin", "must be given: an integer", "weight_averaging.begin=8"),
+        (
+            "pipeline_parallel: gpipe",
+            "pipeline_parallel",
+            "pipeline_parallel has no strategy 'gpipe'",
+            "no strategy yet",
+        ),
+        ("weight_averaging: late", "weight_averaging.begin", "must be given: an integer", "weight_averaging.begin=8"),
     ],
 )
 def test_slots_are_checked_by_name_and_key(text, key, message, suggestion):
@@ -57,13 +68,13 @@ def test_slots_are_checked_by_name_and_key(text, key, message, suggestion):
 
 
 def test_strategies_that_clash_are_told_once_with_reason_and_way_out():
-    text = "weight_averaging: {name: swa, begin: 3}\ncontext_parallel: ring\ntensor_parallel: rows\n"
+    text = "weight_averaging: {name: late, begin: 3}\ncontext_parallel: ring\ntensor_parallel: rows\n"
     problems = refused(text)
     assert [(p.key, p.line) for p in problems] == [("context_parallel", 4), ("context_parallel", 4)]
     averaging = next(p for p in problems if "weight_averaging" in p.message)
-    assert averaging.message == "context_parallel=ring cannot be used with weight_averaging=swa: the sequence is cut"
-    assert averaging.suggestion == "use weight_averaging=ema"
-    assert read("weight_averaging: ema\ncontext_parallel: ring\n").names.keys() == {
+    assert averaging.message == "context_parallel=ring cannot be used with weight_averaging=late: the sequence is cut"
+    assert averaging.suggestion == "use weight_averaging=slow"
+    assert read("weight_averaging: slow\ncontext_parallel: ring\n").names.keys() == {
         "weight_averaging",
         "context_parallel",
     }
@@ -206,12 +217,12 @@ def test_omegaconfs_missing_marks_a_mandatory_field():
 
 
 def test_keywords_take_settings_and_every_form_of_a_slot():
-    forms = ["ema", {"name": "ema"}, EmaConfig(), Ema, Ema(EmaConfig()), OmegaConf.create({"name": "ema"})]
+    forms = ["slow", {"name": "slow"}, SlowConfig(), Slow, Slow(SlowConfig()), OmegaConf.create({"name": "slow"})]
     resolved = [
         from_keywords(Fake, {"batch_size": 64, "weight_averaging": form, "data_parallel": None}) for form in forms
     ]
     assert all(one == resolved[0] for one in resolved)
-    assert resolved[0].strategies == {"weight_averaging": EmaConfig()}
+    assert resolved[0].strategies == {"weight_averaging": SlowConfig()}
     assert resolved[0].off == {"data_parallel"}
     assert resolved[0].trainer is Fake
     Path("saved.yaml").write_text(resolved[0].to_yaml())
@@ -235,8 +246,8 @@ def test_wrong_keywords_are_told_at_once_with_suggestions():
     assert told.keys() == {"batch_size", "batch_sizes", "optimizer.lr", "seed", "precision"}
     assert told["batch_sizes"].suggestion == "did you mean 'batch_size'?"
     assert "may mean precision=" in told["precision"].message
-    (problem,) = refused_keywords(batch_size=8, precision=EmaConfig())
-    assert problem.message.startswith("EmaConfig(...) is the Config of no strategy")
+    (problem,) = refused_keywords(batch_size=8, precision=SlowConfig())
+    assert problem.message.startswith("SlowConfig(...) is the Config of no strategy")
 
 
 def test_a_reference_beside_a_list_counts_the_levels_of_omegaconf():

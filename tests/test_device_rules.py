@@ -17,6 +17,7 @@ from fasttrain.data.seeds import mix
 from fasttrain.distributed import world
 from fasttrain.distributed.reductions import read_together
 from fasttrain.errors import ConfigError
+from fasttrain.optim.averages import floating_buffers
 from fasttrain.optim.guarded import obeys_found_inf
 from tests.helpers import QUIET, Mlp, points
 
@@ -206,3 +207,16 @@ def test_a_device_whose_generator_was_not_saved_draws_what_a_resumed_run_draws(t
     monkeypatch.setattr("fasttrain.trainer.state.seed_everything", seeds.append)
     Mlp(batch_size=8, steps=3, **QUIET).restore(tmp_path / "a" / "b" / "checkpoints" / "step-2")
     assert seeds == [mix(0, "resumed", 2, 0)]
+
+
+def test_buffers_that_can_be_averaged_are_told_in_one_read_however_many_there_are():
+    model = torch.nn.Sequential(*(torch.nn.BatchNorm1d(4) for _ in range(5)))
+    model[1].running_var[2] = float("inf")
+    with Operations() as seen:
+        found = floating_buffers(model)
+    expected = [f"{i}.{name}" for i in range(5) for name in ("running_mean", "running_var")]
+    assert list(found) == [name for name in expected if name != "1.running_var"]
+    assert seen.names.count("stack.default") == 1
+    # `tolist` reads what lies on the host; a device would be asked once.
+    assert seen.names.count("_to_copy.default") == 0
+    assert list(floating_buffers(model.to("meta"))) == expected

@@ -65,7 +65,7 @@ def fused_on_meta(monkeypatch):
 
     for name in ("_fused_sgd_", "_fused_adamw_"):
         monkeypatch.setattr(torch, name, kernel)
-    monkeypatch.setattr("fasttrain.strategies.optimizer.FUSED_ON", ("meta",))
+    monkeypatch.setattr("fasttrain.optim.fused.FUSED_ON", ("meta",))
     monkeypatch.setattr("fasttrain.optim.guarded.OBEYING", ("meta",))
     module = sys.modules[torch.optim.Optimizer.__module__]
     monkeypatch.setattr(module, "_get_fused_kernels_supported_devices", lambda: ["meta"])
@@ -80,6 +80,12 @@ STEPS = {
     "refusable and scheduled": setting("nonfinite", "skip")
     | setting("schedule", "cosine")
     | setting("gradient_clipping", "norm"),
+    "average": setting("weight_averaging", "ema"),
+    "refusable and averaged": setting("nonfinite", "skip")
+    | setting("gradient_clipping", "value")
+    | {"weight_averaging": {"name": "ema", "warmup": True, "every": 2, "start": 1}},
+    "refusable and averaged alike": setting("nonfinite", "skip") | setting("weight_averaging", "swa"),
+    "adaptive clipping": setting("gradient_clipping", "adaptive"),
     "microbatches": setting("accumulation", "microbatches"),
     "checkpointing": setting("activation_checkpointing", "full"),
 }
@@ -111,8 +117,8 @@ def test_a_step_stays_on_its_device(name, kind):
 def test_a_rate_that_a_device_reads_is_float32():
     trainer = OnMeta(batch_size=8, steps=9, **QUIET, **STEPS["refusable and scheduled"])
     trainer.train_step(next(trainer.feed.training(trainer.task, trainer.plan)))
-    (rate,) = [group["lr"] for group in trainer.optimizer.param_groups]
-    assert (rate.dtype, rate.device, rate.shape) == (torch.float32, META, ())
+    rates = [group["lr"] for group in trainer.optimizer.param_groups]
+    assert [(rate.dtype, rate.device, rate.shape) for rate in rates] == [(torch.float32, META, ())] * 2
 
 
 def test_sides_are_told_apart():

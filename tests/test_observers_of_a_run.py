@@ -37,6 +37,19 @@ def test_states_of_observers_find_their_own_whatever_stands_beside_them(tmp_path
     assert (first.seen, second.seen) == (6, 6)
 
 
+def test_remarks_of_strategies_come_once_each_with_the_step(monkeypatch):
+    from fasttrain.strategies.gradient_clipping import Norm
+
+    # After the first step, three log points, an evaluation, the end.
+    said = iter([["a."], [], [], ["a.", "b."], ["c."], []])
+    monkeypatch.setattr(Norm, "remarks", lambda self: next(said), raising=True)
+    watcher = Recorder()
+    settings = {"batch_size": 8, "steps": 3, "log": {"every": 1}, "gradient_clipping": "norm", "run": {"dir": None}}
+    Mlp(**settings, observers=[watcher]).fit()
+    told = [(record["step"], record["text"]) for record in watcher.remarks]
+    assert told == [(step, f"gradient_clipping=norm: {text}") for step, text in ((1, "a."), (3, "b."), (3, "c."))]
+
+
 def test_an_observer_that_fails_at_a_failure_does_not_hide_it():
     class Broken(Recorder):
         def failed(self, error, summary):

@@ -32,8 +32,10 @@ def test_the_resnet_recipe_equals_its_flat_twin_bit_for_bit():
     assert largest_difference(state(trainer), model.state_dict()) == 0.0
 
 
-def test_the_bert_recipe_equals_its_flat_twin_bit_for_bit():
-    trainer, losses = trained("bert_docstrings.yaml", "limit_batches=20", "epochs=1", "schedule.warmup=10")
+@pytest.mark.parametrize("loss", ["chunked_loss=false", "chunked_loss=true"])
+def test_the_bert_recipe_equals_its_flat_twin_bit_for_bit(loss):
+    # A batch hides fewer words than a chunk holds.
+    trainer, losses = trained("bert_docstrings.yaml", "limit_batches=20", "epochs=1", "schedule.warmup=10", loss)
     expected, model = flat_bert.train(20, flat_bert.Config(steps=20, warmup=10))
     assert losses == expected
     assert len(losses) == 20
@@ -64,7 +66,11 @@ def relative_difference(a, b):
 RECIPES = {
     # Statistics over a batch are other mathematics by nature, so the ResNet has GroupNorm here; dropout is 0.
     "resnet": ("resnet_digits.yaml", "steps=2", "model.norm=group"),
+    "resnet with mixup": ("resnet_digits.yaml", "steps=2", "model.norm=group", "mixup=0.4", "label_smoothing=0.1"),
+    "resnet with cutmix": ("resnet_digits.yaml", "steps=2", "model.norm=group", "cutmix=1.0"),
     "bert": ("bert_docstrings.yaml", "steps=2", "schedule.warmup=1", "model.dropout=0"),
+    # 64 sequences hide about 1,400 words: more than one chunk.
+    "bert in chunks": ("bert_docstrings.yaml", "steps=2", "schedule.warmup=1", "batch_size=64", "chunked_loss=true"),
 }
 # float32 rounds each product and sum at 6e-8 relative; sums over a batch in another order differ by a few times that.
 BOUND = 1e-6

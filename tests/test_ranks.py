@@ -154,6 +154,37 @@ def test_two_ranks_resume_with_equal_bits(tmp_path):
         assert largest_difference(one, other) == 0.0
 
 
+class OwnStatistics(Mlp):
+    """Running statistics that differ between ranks, states that are rounded, and averages of all of them."""
+
+    settings = {
+        "batch_size": 8,
+        "steps": 8,
+        "optimizer": {"name": "adamw", "state_dtype": "bf16"},
+        "weight_averaging": {"name": "ema", "decay": 0.9},
+        "evaluate": {"every": 100},
+    }
+
+    def build_model(self):
+        return nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.GELU(), nn.Linear(16, 4), nn.BatchNorm1d(4))
+
+
+def straight_and_resumed(folder):
+    run = {"dir": folder, "name": "a", "id": "b"}
+    straight = OwnStatistics(**OwnStatistics.settings, run=run, checkpoint={"every": 5})
+    straight.fit()
+    resumed = OwnStatistics(**OwnStatistics.settings, run={"dir": None})
+    resumed.restore(f"{folder}/a/b/checkpoints/step-5")
+    resumed.fit()
+    with straight.evaluating(), resumed.evaluating():
+        averages = largest_difference(state(straight), state(resumed))
+    return averages, largest_difference(state(straight), state(resumed)), straight.evaluate() == resumed.evaluate()
+
+
+def test_two_ranks_resume_with_the_statistics_of_rank_0_and_the_same_rounding(tmp_path):
+    assert run_ranks(2, straight_and_resumed, str(tmp_path)) == [(0.0, 0.0, True)] * 2
+
+
 def trained_adamw(steps):
     trainer = Mlp(batch_size=8, steps=steps, optimizer="adamw", **QUIET)
     trainer.fit()

@@ -12,7 +12,8 @@ from fasttrain import ConfigError, Data
 from fasttrain.checkpoint import checkpoints_in, newest
 from fasttrain.errors import CheckpointError
 from tests.commands import DIGITS, end, run, start, wait_for_step, weights
-from tests.helpers import Mlp, Recorder, largest_difference, points, state
+from tests.helpers import Mlp, Recorder, by_dimension, largest_difference, points, state
+from tests.stack import Stack
 
 EVERYTHING = {
     "optimizer": {"name": "adamw", "lr": 0.01},
@@ -79,6 +80,28 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, precision, optimi
     one, other = weights(tmp_path / "straight" / straight_id(tmp_path)), weights(tmp_path / "halved" / "x")
     assert set(one) == set(other)
     assert [name for name in one if not torch.equal(one[name], other[name])] == []
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "sgd", "lamb", "muon", "adafactor"])
+def test_a_rate_that_the_device_looks_up_is_the_same_number_after_a_resume(tmp_path, optimizer):
+    settings = {
+        "batch_size": 8,
+        "steps": 9,
+        "seed": 3,
+        "optimizer": optimizer,
+        "precision": {"name": "fp16", "init_scale": 2.0**20},
+        "schedule": {"name": "cosine", "warmup": 2},
+        "weight_averaging": {"name": "ema", "decay": 0.9},
+    }
+    straight = Stack(**settings, run={"dir": str(tmp_path), "name": "a", "id": "x"}, checkpoint={"every": 5})
+    straight.fit()
+    resumed = Stack(**settings, run={"dir": None})
+    resumed.restore(tmp_path / "a" / "x" / "checkpoints" / "step-5")
+    assert isinstance(resumed.optimizer.param_groups[0]["lr"], torch.Tensor)
+    resumed.fit()
+    assert largest_difference(state(straight), state(resumed)) == 0.0
+    with straight.evaluating(), resumed.evaluating():
+        assert largest_difference(state(straight), state(resumed)) == 0.0
 
 
 def told(records):
@@ -189,7 +212,7 @@ def test_the_loss_of_a_resumed_run_is_that_of_plain_pytorch(tmp_path):
     x, y = points()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 4))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, fused=True)
+    optimizer = torch.optim.AdamW(by_dimension(model), lr=0.01, fused=True)
     for _ in range(6):
         F.cross_entropy(model(x), y).backward()
         optimizer.step()

@@ -9,7 +9,7 @@ from torch.nn import functional as F
 
 from fasttrain import ConfigError, Data, Trainer
 from fasttrain.trainer import StepInfo
-from tests.helpers import QUIET, Recorder, largest_difference, state
+from tests.helpers import QUIET, Recorder, by_dimension, largest_difference, state
 from tests.ranks import run_ranks
 
 
@@ -58,7 +58,7 @@ def plain():
     """The same in plain PyTorch."""
     torch.manual_seed(0)
     model = Gan.build_model(None)
-    optimizers = {name: torch.optim.AdamW(part.parameters(), lr=0.01, fused=True) for name, part in model.items()}
+    optimizers = {name: torch.optim.AdamW(by_dimension(part), lr=0.01, fused=True) for name, part in model.items()}
     x = samples()
     trainer = type("Losses", (), {"model": model})()
     for step in range(6):
@@ -68,7 +68,7 @@ def plain():
                 group["lr"] = 0.01 * (6 - step) / 6
             model.zero_grad()
             loss(trainer, batch).backward()
-            nn.utils.clip_grad_norm_(model[name].parameters(), 0.1)
+            nn.utils.clip_grad_norm_([p for g in optimizers[name].param_groups for p in g["params"]], 0.1)
             optimizers[name].step()
     return model.state_dict()
 

@@ -31,7 +31,7 @@ _BEGAN = time.perf_counter()
 COMMANDS: dict[str, str] = {
     "train": "train (also without any command)",
     "validate": "every problem of a config at once; loads no torch",
-    "explain": "the resolved config, and who acts on which line of the step",
+    "explain": "the resolved config, and who acts on which line of the step; --model, --compile: look at the model",
     "evaluate": "evaluate the newest checkpoint of a run",
     "status": "how a run stands",
 }
@@ -63,6 +63,12 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--config", metavar="FILE", help="the config, YAML")
     parser.add_argument("--json", action="store_true", help="one JSON object on standard output, nothing else there")
+    parser.add_argument(
+        "--model", action="store_true", help="explain: the model's blocks, parameters and FLOPs instead"
+    )
+    parser.add_argument(
+        "--compile", action="store_true", help="explain: what torch.compile makes of the model, on a batch of the data"
+    )
     parser.add_argument("--version", action="version", version=f"fasttrain {__version__}")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that go before those of the file")
     return parser
@@ -82,6 +88,11 @@ def main(argv: Sequence[str] | None = None) -> int:
             hint = f"a config goes after --config: --config {command}" if is_config else did_you_mean(command, COMMANDS)
             raise ConfigError(f"there is no command '{command}'; {hint}\n{USAGE.rstrip()}")
         arguments = _parser().parse_intermixed_args(words)
+        for option in ("model", "compile"):
+            if getattr(arguments, option) and command != "explain":
+                raise ConfigError(
+                    f"--{option} belongs to explain: python -m fasttrain explain --config FILE --{option}"
+                )
         sys.path[:0] = [] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()]
         return _RUN[command](arguments)
     except ConfigError as error:
@@ -150,9 +161,14 @@ def _needs_config(arguments: argparse.Namespace) -> tuple[str, list[str]]:
 
 
 def _train(arguments: argparse.Namespace) -> int:
-    from fasttrain.config import load
+    from fasttrain.config import load, peek
+    from fasttrain.config.text import to_bool
+    from fasttrain.trainer.setup import CUBLAS_FIXED, CUBLAS_WORKSPACE
 
     config, overrides = _needs_config(arguments)
+    asked = peek(config, overrides, "deterministic") or ""
+    if to_bool(asked) or asked == "warn":  # before anything imports torch; the user's own value stays
+        os.environ.setdefault(CUBLAS_WORKSPACE, CUBLAS_FIXED)
     resolved = load(config, overrides)
     if resolved.trainer is None:
         raise ConfigError(f"{config}: trainer is not set; name the class, for example trainer: recipes.resnet:ResNet.")
@@ -209,7 +225,8 @@ def _validate(arguments: argparse.Namespace) -> int:
 def _explain(arguments: argparse.Namespace) -> int:
     from fasttrain.cli.explain import explain
 
-    return explain(*_needs_config(arguments), as_json=arguments.json)
+    wanted = {"as_json": arguments.json, "with_model": arguments.model, "with_compilation": arguments.compile}
+    return explain(*_needs_config(arguments), **wanted)
 
 
 def _run_word(arguments: argparse.Namespace, command: str) -> tuple[Path, list[str]]:

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from fasttrain.config.overrides import override_layer
 from fasttrain.config.settings import Settings
 from fasttrain.config.suggest import Suggester, strategies_with
 from fasttrain.core.slots import SLOTS
-from fasttrain.core.strategy import Strategy
+from fasttrain.core.strategy import Strategy, conflicts
 from fasttrain.errors import ConfigError, ConfigErrors, Problem, did_you_mean
 from fasttrain.registry import find, names
 
@@ -36,7 +35,8 @@ class Resolved:
     """A config with every choice made.
 
     `settings` is an instance of `trainer.Config`, or of `Settings`. `strategies` and `names` hold the slots that are
-    on, in the order of the slots; `off` those that were given as null. A slot left out is in none of them.
+    on, in the order of the slots; `off` those that were given as null. A slot left out is in none of them. `reasons`: why
+    a strategy was taken that the config does not name, by slot.
     """
 
     trainer: type | None
@@ -44,6 +44,7 @@ class Resolved:
     strategies: dict[str, Any]
     names: dict[str, str]
     off: frozenset[str]
+    reasons: Mapping[str, str] = field(default_factory=dict)
 
     def classes(self) -> dict[str, type[Strategy]]:
         """The class of each strategy."""
@@ -103,6 +104,17 @@ def check(
     return _Resolution(tree, problems, None, str(path)).result()
 
 
+def peek(path: str | Path, overrides: Sequence[str | Mapping[str, Any]], key: str) -> str | None:
+    """The text of a setting as files and overrides give it, before anything is imported or checked; None: not given."""
+    problems = Problems()
+    above = override_layer(overrides, problems)
+    base = file_layer(Path(path), problems)
+    if base is None:
+        return None
+    node = layered(base, above.without("extends"), problems).get(key)
+    return node.text if isinstance(node, Scalar) else None
+
+
 def from_keywords(trainer: type | None, values: Mapping[str, Any]) -> Resolved:
     """Settings and slots given in Python: `batch_size=64, precision="bf16", optimizer={"name": "sgd", "lr": 0.1}`.
 
@@ -148,7 +160,7 @@ class _Resolution:
         named = {slot: self.name(slot) for slot in self.sections}
         suggester = Suggester(settings or Settings, named, is_sure)
         made = self.convert(settings or Settings, suggester)
-        self.check_clashes()
+        self.check_clashes(made)
         if self.problems:
             self.sort()
             return None, self.problems
@@ -212,6 +224,9 @@ class _Resolution:
                 suggestion = "write null for off"
             elif name.text.lower() in {"true", "yes", "on"} and names(slot):
                 suggestion = f"name the strategy: {' or '.join(f'{slot}={known}' for known in names(slot))}"
+            elif _is_number(name.text) and names(slot):
+                named = " or ".join(f"{slot}={{name: {known}, ...}}" for known in names(slot)[:3])
+                suggestion = f"name the strategy, and give the number by its key: {named}"
             self.refuse(slot, name.place, message, suggestion)
             return
         except Exception as error:  # a strategy's module may fail in any way when it is imported
@@ -278,21 +293,16 @@ class _Resolution:
                 sketch[slot] = None
         return sketch
 
-    def check_clashes(self) -> None:
+    def check_clashes(self, made: Mapping[str, Any]) -> None:
         """Two strategies that cannot live together, told at the one that has the limit."""
-        told: set[frozenset[str]] = set()
-        for slot, other in itertools.permutations(self.classes, 2):
-            pair = frozenset((slot, other))
-            for clash in self.classes[slot].clashes:
-                if clash.slot != other or clash.name not in {None, self.name(other)} or pair in told:
-                    continue
-                told.add(pair)
-                self.refuse(
-                    slot,
-                    self.sections[slot].place,
-                    f"{slot}={self.name(slot)} cannot be used with {other}={self.name(other)}: {clash.why.rstrip('.')}",
-                    clash.instead.rstrip("."),
-                )
+        for slot, clash in conflicts({slot: (cls, made.get(slot)) for slot, cls in self.classes.items()}):
+            other = self.name(clash.slot) if clash.slot in self.sections else "null"
+            self.refuse(
+                slot,
+                self.sections[slot].place,
+                f"{slot}={self.name(slot)} cannot be used with {clash.slot}={other}: {clash.why.rstrip('.')}",
+                clash.instead.rstrip("."),
+            )
 
     def sort(self) -> None:
         """Problems by line, those of the main file first; those of the command line, and what is missing, last."""
@@ -300,3 +310,11 @@ class _Resolution:
         for problem in self.problems:
             order.setdefault(problem.file, len(order))
         self.problems.sort(key=lambda p: (p.line is None, order[p.file], p.line or 0))
+
+
+def _is_number(text: str) -> bool:
+    try:
+        float(text)
+    except ValueError:
+        return False
+    return True

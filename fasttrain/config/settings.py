@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
+from fasttrain.core.devices import kind_and_index
 from fasttrain.errors import ConfigError, ConfigErrors, Problem
 
 
@@ -62,12 +63,14 @@ class Settings:
     trainer: str | None = None
     model: dict[str, Any] = field(default_factory=dict)
     data: dict[str, Any] = field(default_factory=dict)
+    blocks: list[str] | None = None
     steps: int | None = None
     epochs: int | None = None
     seed: int = 0
-    deterministic: bool = False
+    deterministic: Literal[True, False, "warn"] = False
     device: str | None = None
     resume: str | None = None
+    resume_skip: list[str] = field(default_factory=list)
     max_time: str | None = None
     limit_batches: int | None = None
     log: Log = field(default_factory=Log)
@@ -86,7 +89,16 @@ class Settings:
             mistakes["max_time"] = f"max_time={self.max_time} is no duration; {_DURATIONS}"
         if self.resume is not None and self.resume.lower() in _NO_PATHS:
             mistakes["resume"] = f"resume={self.resume} is no run; write null, auto, or the path of a run"
+        if self.device is not None:
+            try:
+                kind_and_index(self.device)
+            except ConfigError as error:
+                mistakes["device"] = str(error)
+        if self.blocks == []:
+            mistakes["blocks"] = "blocks=[] names no block; write null to have them found"
         _refuse(mistakes)
+        if not -(2**63) <= self.seed < 2**63:
+            _refuse({"seed": f"seed={self.seed} has more than 64 bits; give a smaller one"})
 
 
 # Words that mean yes or no everywhere else, and would here be taken for the path of a run.

@@ -38,6 +38,24 @@ _ELSEWHERE = {
     "eval_steps": "evaluate.every",
 }
 
+# What others call a key, wherever a strategy or a section has it.
+_SYNONYMS = {
+    "learning_rate": "lr",
+    "wd": "weight_decay",
+    "r": "rank",
+    "lora_r": "rank",
+    "lora_alpha": "alpha",
+    "lora_dropout": "dropout",
+    "target_modules": "targets",
+    "modules_to_save": "train",
+    "max_grad_norm": "max_norm",
+    "clip_value": "max_value",
+    "micro_batch_size": "size",
+    "num_warmup_steps": "warmup",
+    "warmup_ratio": "warmup",
+    "min_lr_ratio": "final",
+}
+
 
 def config_of(slot: str, name: str) -> type | None:
     """The settings of a strategy, or None where it cannot be imported."""
@@ -96,7 +114,7 @@ class Suggester:
         if not path:
             known += [*SLOTS, "extends"]
         hint = self.hint(key, where, known)
-        if not path and not self.is_sure and not _near(key, known, 0.8):
+        if not path and not self.is_sure and not _near(key, known, 0.8) and key.partition(".")[0] not in known:
             return None
         return message, hint
 
@@ -106,6 +124,12 @@ class Suggester:
         known = list(known)
         if word in known:
             return f"did you mean '{word}'?"
+        section, dot, rest = word.partition(".")
+        if dot and section in known:
+            nested = "".join(f"{{{part}: " for part in rest.split(".")) + "..." + "}" * (rest.count(".") + 1)
+            return f"dots are for the command line; write '{section}: {nested}'"
+        if where and _SYNONYMS.get(word) in known:
+            return f"did you mean '{_SYNONYMS[word]}'?"
         near = _near(word, known, 0.8)
         if near:
             return f"did you mean '{near}'?"

@@ -57,6 +57,11 @@ def num_samples(batch: Any, expected: int | None = None) -> int:
     return found.pop()
 
 
+def holds_samples(batch: Any) -> bool:
+    """Whether there is anything in a microbatch: a rank may have none, or an empty piece of a small batch."""
+    return batch is not None and 0 not in _sizes(batch).values()
+
+
 def cut(batch: Any, n: int, expected: int | None = None) -> list[Any]:
     """Cut a batch into `n` pieces whose sizes differ by at most one sample; views, nothing is copied.
 

@@ -23,6 +23,17 @@ def fp32_state() -> dict[Any, str]:
     return {place: torch._C._get_fp32_precision_getter(*place) for place in _PLACES}
 
 
+def tensorfloat() -> dict[str, bool]:
+    """Whether TensorFloat-32 is in effect on CUDA, in `matmul` and in `cuDNN`: what torch does, whoever set it."""
+    now = fp32_state()
+
+    def effective(products: str) -> str:
+        chain = (now["cuda", products], torch._C._get_fp32_precision_getter("cuda", "all"), now["generic", "all"])
+        return next((precision for precision in chain if precision != "none"), "ieee")
+
+    return {"matmul": effective("matmul") == "tf32", "cuDNN": effective("conv") == "tf32"}
+
+
 def set_fp32_precision(precision: str) -> None:
     """Multiply float32 as IEEE 754 has it (`ieee`), or on CUDA with 10 mantissa bits (`tf32`), in this process.
 

@@ -2,17 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
 from fasttrain.core.batch import Microbatches
 from fasttrain.core.slots import SLOTS, position
-from fasttrain.core.strategy import FOLD, NEST, NO_CONTEXT, ORDER, OWNER, VERBS, Context, Strategy, acts_on
+from fasttrain.core.strategy import (
+    BESIDE,
+    FOLD,
+    NEST,
+    NO_CONTEXT,
+    ORDER,
+    OWNER,
+    VERBS,
+    Context,
+    Strategy,
+    acts_on,
+    conflicts,
+)
 from fasttrain.core.task import Task, weighted, weights_of
 from fasttrain.errors import Conflict
 from fasttrain.lazy import torch
 from fasttrain.optim.guarded import obeys_found_inf, step_unless
+
+# Verbs that the plan asks by itself, each in its own way.
+UNBOUND = (
+    *("dtypes", "around", "gradients", "update", "updated"),
+    *("report", "remarks", "summary", "apart", "left_out", "state_dict"),
+)
 
 
 def _same(value: Any, *_: Any) -> Any:
@@ -99,6 +117,12 @@ class Plan:
     def __init__(self, strategies: Iterable[Strategy], context: Context) -> None:
         self.strategies = {strategy.slot: strategy for strategy in sorted(strategies, key=lambda s: position(s.slot))}
         self.context = context
+        for slot, clash in conflicts({slot: (type(s), s.config) for slot, s in self.strategies.items()}):
+            other = self.strategies[clash.slot].name if clash.slot in self.strategies else "null"
+            raise Conflict(
+                f"{slot}={self.strategies[slot].name} cannot be used with {clash.slot}={other}: "
+                f"{clash.why.rstrip('.')}; {clash.instead.rstrip('.')}."
+            )
         for strategy in self.strategies.values():
             if strategy._context is None:
                 strategy._context = context
@@ -109,7 +133,7 @@ class Plan:
             "update": step_unless,
         }
         for verb, kind in VERBS.items():
-            if verb in ("dtypes", "around", "gradients", "update", "updated", "report", "state_dict"):
+            if verb in UNBOUND:
                 continue
             default = defaults.get(verb) or {FOLD: _same, NEST: _no_context, ORDER: _nothing}[kind]
             name = "_microbatch" if verb == "microbatch" else verb
@@ -119,6 +143,8 @@ class Plan:
         self._update = (self._acting("update") or [step_unless])[0]
         self._updated = self._acting("updated")
         self._reporting = self._acting("report")
+        self._unlike = self._acting("apart")
+        self.speaks = bool(self._acting("remarks"))
         self.gradients_of: Callable[[Task, Any], Any] = self._gradients_of
         for wrap in reversed(self._acting("around")):  # the first slot ends up outermost
             self.gradients_of = wrap(self.gradients_of)
@@ -135,6 +161,7 @@ class Plan:
     # bound in __init__, named here for readers and type checkers
     model: Callable[[Any], Any]
     optimizer: Callable[[Any], Any]
+    loss: Callable[[Any], Any]
     batch: Callable[[Any], Any]
     split: Callable[[Task, Any], list[Any]]
     _microbatch: Callable[[bool], AbstractContextManager[Any]]
@@ -143,10 +170,13 @@ class Plan:
     forward_backward: Callable[[Task, list[Any], Any], Any]
     started: Callable[[Any, Any, Any], None]
     evaluating: Callable[[Any], AbstractContextManager[Any]]
+    saving: Callable[[Any], AbstractContextManager[Any]]
     logged: Callable[[dict[str, float]], None]
+    evaluated: Callable[[dict[str, float]], None]
+    ended: Callable[[], None]
 
     def _acting(self, verb: str) -> list[Callable[..., Any]]:
-        acting = [strategy for strategy in self.strategies.values() if verb in acts_on(type(strategy))]
+        acting = [s for s in self.strategies.values() if verb in acts_on(type(s), s.config)]
         if VERBS[verb] == OWNER and len(acting) > 1:
             first, second = acting[:2]
             raise Conflict(
@@ -260,8 +290,8 @@ class Plan:
         """Steps refused so far; a device tensor once a verdict was taken on the device."""
         return self._refused.get(id(optimizer), 0)
 
-    def set_refused(self, optimizer: Any, steps: int) -> None:
-        """After a restore: how many steps had been refused."""
+    def set_refused(self, optimizer: Any, steps: Any) -> None:
+        """After a restore: how many steps had been refused; 0-dim on the device where the device counts them."""
         self._refused[id(optimizer)] = steps
 
     def updated(self, model: Any, optimizer: Any, step: int) -> None:
@@ -287,6 +317,10 @@ class Plan:
 
     # ---- what is seen and kept
 
+    def notes(self) -> list[str]:
+        """What strategies say of themselves at the head of a run."""
+        return [f"{s.slot}={s.name}: {note}" for s in self.strategies.values() for note in s.notes()]
+
     def report(self) -> dict[str, Any]:
         """Figures of the strategies for the log; tensors are not read here."""
         figures: dict[str, Any] = {}
@@ -295,6 +329,26 @@ class Plan:
         if self._was_empty:  # nothing counted, so no gradient had a norm: this one is of a step before
             figures.pop("grad_norm", None)
         return figures
+
+    def remarks(self) -> list[str]:
+        """What strategies have to say of the run by now; each sentence once."""
+        return [f"{s.slot}={s.name}: {remark}" for s in self.strategies.values() for remark in s.remarks()]
+
+    def summary(self) -> dict[str, dict[str, Any]]:
+        """Figures of strategies for the whole run, by slot."""
+        figures = {slot: dict(strategy.summary()) for slot, strategy in self.strategies.items()}
+        return {slot: of_slot for slot, of_slot in figures.items() if of_slot}
+
+    @property
+    def apart(self) -> Callable[[], str | None] | None:
+        """Asked after each step: why its time is counted apart, or `None`. `None` where no strategy ever says so."""
+        if not self._unlike:
+            return None
+        return lambda: next((why for unlike in self._unlike if (why := unlike()) is not None), None)
+
+    def left_out(self, model: Any) -> set[str]:
+        """Names of weights that a checkpoint leaves out."""
+        return set().union(*(names(model) for names in self._acting("left_out")))
 
     def state_dict(self) -> dict[str, dict[str, Any]]:
         """State of each strategy, by slot."""
@@ -309,22 +363,27 @@ class Plan:
 
     def explain(self) -> list[tuple[str, list[str]]]:
         """Who acts on which line of the step, in order."""
-        return explain({slot: type(strategy) for slot, strategy in self.strategies.items()})
+        configs = {slot: strategy.config for slot, strategy in self.strategies.items()}
+        return explain({slot: type(strategy) for slot, strategy in self.strategies.items()}, configs)
 
 
 def gradient_norm(optimizer: Any) -> Any:
-    """Euclidean norm of all gradients an optimizer will use; a 0-dim device tensor."""
+    """Euclidean norm of all gradients an optimizer will use; a 0-dim device tensor. `None`: there are none."""
     from fasttrain.optim.norms import total_norm
 
-    return total_norm(parameter for group in optimizer.param_groups for parameter in group["params"])
+    parameters = [p for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
+    return total_norm(parameters) if parameters else None
 
 
-def explain(strategies: dict[str, type[Strategy]]) -> list[tuple[str, list[str]]]:
-    """Who acts on which line of the step, in order; needs no torch."""
-    lines = []
+def explain(
+    strategies: Mapping[str, type[Strategy]], configs: Mapping[str, Any] | None = None
+) -> list[tuple[str, list[str]]]:
+    """Who acts on which line of the step, in order; needs no torch. With `configs`, under these settings."""
+    lines, configs = [], configs or {}
+    verbs = {slot: acts_on(strategy, configs.get(slot)) for slot, strategy in strategies.items()}
     for verb in VERBS:
-        if verb in ("report", "logged", "state_dict"):
+        if verb in BESIDE:
             continue
-        acting = [f"{s}={strategies[s].name}" for s in SLOTS if s in strategies and verb in acts_on(strategies[s])]
+        acting = [f"{slot}={strategies[slot].name}" for slot in SLOTS if verb in verbs.get(slot, ())]
         lines.append((verb, acting))
     return lines

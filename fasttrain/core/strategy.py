@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,7 +24,7 @@ NO_CONTEXT: AbstractContextManager[None] = nullcontext()
 class Clash:
     """Two strategies that cannot live together; declared by the one that has the limit.
 
-    `name=None` means every strategy of the slot.
+    `name=None` means every strategy of the slot; `name="null"` that the slot is off, for a strategy that needs it on.
     """
 
     slot: str
@@ -37,11 +37,13 @@ class Clash:
 class DtypePolicy:
     """What is computed, reduced and kept in which dtype. Decided by `precision`, carried out by whoever computes.
 
-    `None` means the dtype of the parameters.
+    `None` means the dtype of the parameters. `parameters`: the narrow dtype that weights are kept in, where they are;
+    whoever updates them rounds stochastically.
     """
 
     compute: torch.dtype | None = None
     reduce: torch.dtype | None = None
+    parameters: torch.dtype | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,6 +51,12 @@ class Context:
     """What a strategy may know of its surroundings.
 
     `data_group` is the process group over which the batch is spread (`None`: torch's default group, or no ranks at all).
+    `project_dir`: the folder of all runs (`None`: nothing is written). `shares`: samples of each data rank in a
+    usual step, and in the short last one of an epoch (`None`: the data cuts its own batches).
+    `evaluates`: whether evaluations come while the run trains (`None`: not known). `training_forwards(n)` runs the model
+    on `n` training batches at most, one microbatch at each `next`, without gradients and without moving anything of the
+    run (`None`: the data cannot be gone through a second time). Within `undisturbed()` forwards and backwards move nothing
+    of the run: neither random generators nor buffers, modes or figures (`None`: nobody sees to that).
     """
 
     device: torch.device
@@ -59,8 +67,13 @@ class Context:
     dtypes: DtypePolicy = field(default_factory=DtypePolicy)
     batch_size: int | None = None
     total_steps: int | None = None
-    run_dir: Path | None = None
+    steps_per_epoch: int | None = None
+    project_dir: Path | None = None
+    shares: tuple[tuple[int, ...], tuple[int, ...]] | None = None
     find_blocks: Callable[[nn.Module], list[nn.Module]] | None = None
+    evaluates: bool | None = None
+    training_forwards: Callable[[int], Iterator[None]] | None = None
+    undisturbed: Callable[[], AbstractContextManager[None]] | None = None
     strategies: Mapping[str, str] = field(default_factory=dict)
 
     def blocks(self, model: nn.Module, needed_by: str) -> list[nn.Module]:
@@ -107,6 +120,28 @@ class Strategy:
         assert self._context is not None, f"{self.slot}={self.name} was given no context"
         return self._context
 
+    @classmethod
+    def limits(cls, config: Any) -> tuple[Clash, ...]:
+        """What this strategy cannot live with under these settings; `clashes` where they do not matter."""
+        return cls.clashes
+
+    @classmethod
+    def stands_for(cls, device: torch.device) -> tuple[str, str] | None:
+        """The strategy of the slot that is meant on a device, and why; `None`: this one.
+
+        Asked before anything is built; settings that both have are carried over.
+        """
+        return None
+
+    def notes(self) -> list[str]:
+        """What to say of itself at the head of a run, once the model is built; a few words each."""
+        return []
+
+    @classmethod
+    def idle(cls, config: Any) -> tuple[str, ...]:
+        """Verbs that it overrides, and that have nothing to do under these settings: their lines stay bare."""
+        return ()
+
     # fold: a value passes through every strategy in slot order
     def model(self, model: nn.Module) -> nn.Module:
         """Change the model in place, once. Weight names stay."""
@@ -115,6 +150,10 @@ class Strategy:
     def optimizer(self, factory: Any) -> Any:
         """Give or wrap the factory `model -> Optimizer`, once."""
         return factory
+
+    def loss(self, loss: Any) -> Any:
+        """Change the user's loss function `(output, batch) -> loss`, once."""
+        return loss
 
     def batch(self, batch: Any) -> Any:
         """Change each batch, on the device."""
@@ -141,6 +180,10 @@ class Strategy:
         """Around an evaluation."""
         return NO_CONTEXT
 
+    def saving(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """Around the writing of a checkpoint, also of one in the middle of an evaluation: the model as it trains."""
+        return NO_CONTEXT
+
     # in order
     def started(self, model: nn.Module, optimizer: Any, step: int | Tensor) -> None:
         """After initialisation or restore. `step`: accepted steps so far."""
@@ -157,6 +200,31 @@ class Strategy:
 
     def logged(self, figures: Mapping[str, float]) -> None:
         """At log points, after all figures were read; may raise."""
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """After each evaluation: its figures, the same on every rank."""
+
+    def remarks(self) -> list[str]:
+        """Sentences on what came up since this was last asked.
+
+        That is after the first step, at log points, after evaluations, and at the end.
+        """
+        return []
+
+    def summary(self) -> Mapping[str, Any]:
+        """Plain figures of the run so far; they stand in `summary.json` under the slot's name."""
+        return {}
+
+    def apart(self) -> str | None:
+        """After each step: what made it unlike the others (`compilation`), so that its time is counted apart."""
+        return None
+
+    def ended(self) -> None:
+        """After a run, one that failed too: write what is kept, and give back what was changed in the process."""
+
+    def left_out(self, model: nn.Module) -> set[str]:
+        """Names of weights that a checkpoint leaves out: frozen, and as whoever builds the model has them."""
+        return set()
 
     # one owner
     def dtypes(self) -> DtypePolicy:
@@ -189,6 +257,7 @@ VERBS: dict[str, str] = {
     "dtypes": OWNER,
     "model": FOLD,
     "optimizer": FOLD,
+    "loss": FOLD,
     "started": ORDER,
     "batch": FOLD,
     "around": FOLD,
@@ -201,12 +270,40 @@ VERBS: dict[str, str] = {
     "update": OWNER,
     "updated": ORDER,
     "evaluating": NEST,
+    "saving": NEST,
     "report": ORDER,
     "logged": ORDER,
+    "evaluated": ORDER,
+    "remarks": ORDER,
+    "summary": ORDER,
+    "apart": ORDER,
+    "ended": ORDER,
+    "left_out": ORDER,
     "state_dict": ORDER,
 }
 
+# Verbs beside the step: they change nothing in it, and `explain` does not list them.
+BESIDE = ("saving", "report", "logged", "evaluated", "remarks", "summary", "apart", "ended", "left_out", "state_dict")
 
-def acts_on(strategy: type[Strategy]) -> list[str]:
-    """The verbs a strategy overrides, in the order of the step."""
-    return [verb for verb in VERBS if getattr(strategy, verb) is not getattr(Strategy, verb)]
+
+def acts_on(strategy: type[Strategy], config: Any = None) -> list[str]:
+    """The verbs a strategy overrides, in the order of the step; with a config, those that it has a use for."""
+    idle = () if config is None else strategy.idle(config)
+    return [verb for verb in VERBS if getattr(strategy, verb) is not getattr(Strategy, verb) and verb not in idle]
+
+
+def conflicts(strategies: Mapping[str, tuple[type[Strategy], Any]]) -> list[tuple[str, Clash]]:
+    """What cannot live together: the slot that has the limit, and the limit. Takes class and config by slot.
+
+    A pair in which both sides declare the limit stands once. A config of None is not known (it is wrong in itself).
+    """
+    found: list[tuple[str, Clash]] = []
+    told: set[frozenset[str]] = set()
+    for slot, (cls, config) in strategies.items():
+        for clash in cls.clashes if config is None else cls.limits(config):
+            other = strategies[clash.slot][0].name if clash.slot in strategies else "null"
+            applies = clash.name == other or (clash.name is None and other != "null")
+            if applies and (pair := frozenset((slot, clash.slot))) not in told:
+                told.add(pair)
+                found.append((slot, clash))
+    return found

@@ -31,7 +31,8 @@ class Fed:
 class Task:
     """The user's side of a step. Strategies see this, never the trainer.
 
-    `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the loss is made of them.
+    `count` weighs a batch (`None`: by samples). `inputs` and `loss` are there where the loss is made of them. `augment`
+    changes a training batch on the device, from a seed of the step.
     `counted` is what the last step counted over all ranks, where the host knows.
     """
 
@@ -41,6 +42,7 @@ class Task:
     inputs: Callable[[Any], tuple[Any, ...]] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     cut: Callable[[Any, int], list[Any]] | None = None
+    augment: Callable[[Any, int], Any] | None = None
     whole_batch_loss: bool = False
     fed: Fed | None = None
     counted: float | None = None
@@ -84,6 +86,14 @@ class Task:
         if len(pieces) != n:
             raise BatchError(f"split(batch, {n}) gave {len(pieces)} microbatches; return {n}, empty ones if need be.")
         return pieces
+
+
+@dataclass(slots=True)
+class StepInfo:
+    """What a step says of itself: its number, and this rank's weighted loss on the device (`None`: nothing counted)."""
+
+    step: int
+    loss: Any
 
 
 # A weight multiplies the loss of a microbatch; None means it counts nothing and is left out.

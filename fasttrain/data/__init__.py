@@ -1,6 +1,7 @@
 """Data: what a trainer trains on, in which order, and how it gets to the device."""
 
 from fasttrain.data.data import Data
+from fasttrain.data.packed import PackedStrings
 from fasttrain.data.seeds import mix
 
-__all__ = ["Data", "mix"]
+__all__ = ["Data", "PackedStrings", "mix"]

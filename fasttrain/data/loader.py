@@ -139,6 +139,20 @@ def given_batches(source: Any, transform: Callable[[Any], Any] | None, *seeds: o
         yield batch
 
 
+@contextlib.contextmanager
+def kept_generators(source: Any) -> Iterator[None]:
+    """Afterwards the generators that a DataLoader and its samplers were given stand where they stood."""
+    samplers = [getattr(source, "sampler", None), getattr(source, "batch_sampler", None)]
+    samplers.append(getattr(samplers[1], "sampler", None))
+    generators = [getattr(part, "generator", None) for part in (source, *samplers)]
+    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
+    try:
+        yield
+    finally:
+        for generator, state in states:
+            generator.set_state(state)
+
+
 def _draws_nothing_here(source: Any) -> bool:
     """Whether a loader is known to draw nothing in this process once it is begun; keeping generators takes 130 µs."""
     if not isinstance(source, torch.utils.data.DataLoader):

@@ -13,6 +13,7 @@ import signal
 import sys
 import threading
 import time
+from collections import Counter
 from types import FrameType
 from typing import Any
 
@@ -59,7 +60,7 @@ class Stopper:
                 if number is not None:
                     self._former[number] = signal.signal(number, self._signalled)
         if self.size > 1:
-            self._store = dist.PrefixStore(f"stop/{_next_round()}", self._store or own_store())
+            self._store = dist.PrefixStore(next_round("stop"), self._store or own_store())
             self._thread = threading.Thread(target=self._look, name="fasttrain-stop", daemon=True)
             self._thread.start()
 
@@ -152,11 +153,13 @@ def own_store() -> Any:
     return dist.distributed_c10d._get_default_store().clone()
 
 
-_rounds = 0
+_rounds: Counter[str] = Counter()
 
 
-def _next_round() -> str:
-    # Several runs in one process group, and restarts by the launcher, must not see each other's keys.
-    global _rounds
-    _rounds += 1
-    return f"{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds}"
+def next_round(kind: str) -> str:
+    """A name for what ranks do together in the store, the same on each that does so equally often.
+
+    Several runs in one process group, and restarts by the launcher, must not see each other's keys.
+    """
+    _rounds[kind] += 1
+    return f"{kind}/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}/{_rounds[kind]}"

@@ -8,10 +8,10 @@ import os
 from dataclasses import dataclass
 from typing import Any
 
-from fasttrain.errors import ConfigError, did_you_mean
+from fasttrain.core.devices import kind_and_index
+from fasttrain.errors import ConfigError
 from fasttrain.lazy import dist, torch
 
-DEVICE_TYPES = ("cpu", "cuda", "mps", "xpu")
 # Backends that move tensors of each device; collectives on host tensors always go over gloo.
 BACKENDS = {"cpu": "gloo", "cuda": "cpu:gloo,cuda:nccl", "xpu": "cpu:gloo,xpu:xccl"}
 
@@ -69,10 +69,7 @@ def pick_device(asked: str | None, local_rank: int = 0) -> torch.device:
         accelerator = torch.accelerator.current_accelerator(check_available=True)
         kind, index = (accelerator.type if accelerator is not None else "cpu"), None
     else:
-        kind, _, number = asked.partition(":")
-        index = int(number) if number.isdigit() else None
-        if kind not in DEVICE_TYPES or (number and index is None):
-            raise ConfigError(f"device={asked} is no device; {did_you_mean(kind, DEVICE_TYPES)}")
+        kind, index = kind_and_index(asked)
     if kind == "cpu":
         return torch.device("cpu")
     if not getattr(torch, kind).is_available():

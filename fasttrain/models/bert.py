@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from fasttrain.errors import BatchError
 from fasttrain.models.bert_config import BertConfig
+from fasttrain.nn.losses import cross_entropy, linear_cross_entropy
 
 
 class Embeddings(nn.Module):
@@ -43,6 +44,12 @@ class Embeddings(nn.Module):
         return self.dropout(self.norm(x))
 
 
+def _cast_once(x: Tensor) -> Tensor:
+    """Under autocast, the narrow copy that several products share; each would make and keep one of its own."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 class SelfAttention(nn.Module):
     """Multi-head attention of each token to all others. `[B, S, W]` to `[B, S, W]`."""
 
@@ -57,6 +64,7 @@ class SelfAttention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
         """`mask`, boolean and broadcast to `[B, H, S, S]`: True where a token may be looked at."""
+        x = _cast_once(x)
         query, key, value = (
             project(x).unflatten(-1, (self.heads, -1)).transpose(1, 2)  # [B, H, S, W / H]
             for project in (self.query, self.key, self.value)
@@ -139,7 +147,7 @@ class Bert(nn.Module):
 
 
 class MaskedLMHead(nn.Module):
-    """From hidden states `[..., W]` to a score for each token of the vocabulary `[..., V]`."""
+    """From hidden states `[..., W]` to a score for each token of the vocabulary `[..., V]`, or to their loss."""
 
     def __init__(self, config: BertConfig) -> None:
         super().__init__()
@@ -148,9 +156,14 @@ class MaskedLMHead(nn.Module):
         self.norm = nn.LayerNorm(config.width, eps=config.norm_eps)
         self.decoder = nn.Linear(config.width, config.vocabulary)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        """Token by token."""
-        return self.decoder(self.norm(self.activation(self.dense(hidden))))
+    def forward(self, hidden: Tensor, labels: Tensor | None = None) -> Tensor:
+        """Token by token; with `labels` `[...]` the mean cross-entropy over those that are not -100: 0-dim."""
+        x = self.norm(self.activation(self.dense(hidden)))
+        if labels is None:
+            return self.decoder(x)
+        if type(self.decoder) is not nn.Linear:  # an adapter, or products in float8: more than the weight and the bias
+            return cross_entropy(self.decoder(x), labels)
+        return linear_cross_entropy(x, self.decoder.weight, labels, self.decoder.bias)
 
 
 class BertForMaskedLM(nn.Module):
@@ -170,15 +183,17 @@ class BertForMaskedLM(nn.Module):
         attention_mask: Tensor | None = None,
         token_types: Tensor | None = None,
         positions: Tensor | None = None,
+        labels: Tensor | None = None,
     ) -> Tensor:
         """Scores `[B, S, V]`; with `positions` `[B, P]` (where words are hidden) only those: `[B, P, V]`.
 
         The head costs V x W a token, often more than all layers together, and the loss reads the hidden words alone.
+        With `labels` (`[B, S]`, or `[B, P]`; -100 where there is none) the mean loss, and never all scores at once.
         """
         hidden = self.encoder(tokens, attention_mask, token_types)
         if positions is not None:
             hidden = hidden.gather(1, positions.unsqueeze(-1).expand(-1, -1, hidden.shape[-1]))
-        return self.head(hidden)
+        return self.head(hidden, labels)
 
 
 class BertForClassification(nn.Module):

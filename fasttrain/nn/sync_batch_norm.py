@@ -169,7 +169,20 @@ class SyncBatchNorm3d(SyncBatchNorm, nn.BatchNorm3d):
     """`nn.BatchNorm3d` over all ranks."""
 
 
-_KINDS: dict[type, type[SyncBatchNorm]] = {
+class SyncBatchNormAct(SyncBatchNorm):
+    """The batch norm of timm, which drops and activates what it normalised."""
+
+    act: nn.Module
+    drop: nn.Module
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Normalise `input`, (N, C, H, W), and activate it."""
+        if not self.training or not dist.is_initialized():
+            return super().forward(input)
+        return self.act(self.drop(super().forward(input)))
+
+
+_KINDS: dict[type, type] = {
     nn.BatchNorm1d: SyncBatchNorm1d,
     nn.BatchNorm2d: SyncBatchNorm2d,
     nn.BatchNorm3d: SyncBatchNorm3d,
@@ -195,7 +208,7 @@ def synchronise_batch_norm(model: nn.Module, group: Any = None) -> int:
     for name, module in found:
         if isinstance(module, LazyModuleMixin):
             raise ConfigError(f"'{name}' has no shape yet, so its statistics cannot be shared; run one forward first.")
-        if type(module).forward is not _BatchNorm.forward:
+        if type(module).forward is not _BatchNorm.forward and not _activates(module):
             raise ConfigError(
                 f"'{name}' is a {type(module).__name__} with a forward of its own, which cannot be synchronised; "
                 "derive it from fasttrain.nn.sync_batch_norm.SyncBatchNorm, or use batch_norm=null."
@@ -204,7 +217,14 @@ def synchronise_batch_norm(model: nn.Module, group: Any = None) -> int:
     for _, module in found:
         kind = type(module)
         if kind not in _KINDS:
-            _KINDS[kind] = type(f"Sync{kind.__name__}", (SyncBatchNorm, kind), {"__doc__": kind.__doc__})
+            mixin = SyncBatchNormAct if _activates(module) else SyncBatchNorm
+            _KINDS[kind] = type(f"Sync{kind.__name__}", (mixin, kind), {"__doc__": kind.__doc__})
         module.__class__ = _KINDS[kind]
         vars(module)["sync_handle"] = handle
     return len(found)
+
+
+def _activates(module: nn.Module) -> bool:
+    """Whether the forward is that of timm's BatchNormAct2d: a batch norm, then `drop`, then `act`."""
+    forward = type(module).forward
+    return (forward.__module__, forward.__qualname__) == ("timm.layers.norm_act", "BatchNormAct2d.forward")

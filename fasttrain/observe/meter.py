@@ -66,6 +66,7 @@ class StepClock:
         self._marks: list[tuple[Any, Any]] = []  # pairs of events around a step, not folded yet
         self._spare: list[Any] = []
         self._unfolded = 0  # whole windows: steps since the device was last waited for
+        self._timed: tuple[float, Sums] = (0, {})  # whole windows: what was taken in until then
         self._apart: Sums = {}
         self._paused_at: float | None = None
         self._paused_for = ""
@@ -86,8 +87,15 @@ class StepClock:
         """The host waited so long for data in this step."""
         self._waited += seconds
 
-    def step(self, samples: float, counts: Mapping[str, float] | None = None) -> None:
-        """An optimizer step has been launched; it took `samples`, and `counts` of other units, over all ranks."""
+    def step(self, samples: float, counts: Mapping[str, float] | None = None, apart: str | None = None) -> None:
+        """An optimizer step has been launched; it took `samples`, and `counts` of other units, over all ranks.
+
+        `apart` says what made it unlike the others (`compilation`): its time and samples are left out of all figures but
+        `totals()["apart_s"]`.
+        """
+        if apart is not None and self._warm:
+            self._leave_out(apart)
+            return
         if self._warm:
             self._samples += samples
             if counts:
@@ -125,6 +133,24 @@ class StepClock:
         self.warmup["seconds"], self._last, self._unfolded = now - self._last, now, 0
 
     # ---- apart
+
+    def _leave_out(self, why: str) -> None:
+        """The step that just ended does not count. It is waited for: there is no other way to time it by itself."""
+        if self._events:
+            self._fold_events(len(self._marks))
+            mark = self._record()
+            mark.synchronize()
+            seconds = self._mark.elapsed_time(mark) / 1000
+            self._spare.append(self._mark)
+            self._mark = mark
+        else:
+            if self._whole_windows:  # the steps before it in the window were not timed, and are left out with it
+                self._synchronize()
+                self._unfolded, self._samples, self._counts = 0, self._timed[0], dict(self._timed[1])
+            now = self._now()
+            seconds, self._last = now - self._last, now
+        self._waited = 0.0
+        self._apart[why] = self._apart.get(why, 0.0) + seconds
 
     def pause(self, what: str = "other") -> None:
         """Stop counting time: an evaluation or a save begins. `what` names it in `totals()["apart_s"]`."""
@@ -206,7 +232,7 @@ class StepClock:
         tally.waited += self._waited if self._warm else 0.0
         for unit, count in self._counts.items():
             tally.counts[unit] = tally.counts.get(unit, 0) + count
-        self._samples, self._counts = 0, {}
+        self._samples, self._counts, self._timed = 0, {}, (0, {})
         if self._warm:
             self._waited = 0.0
 
@@ -227,6 +253,7 @@ class StepClock:
             now = self._now()
             self._took(now - self._last, self._unfolded)
             self._last, self._unfolded = now, 0
+            self._timed = self._samples, dict(self._counts)
 
     def _fold_events(self, number: int) -> None:
         if not number:

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
 class RunInfo:
     """A run as its observers see it at the start. `dir=None`: nothing is written.
 
-    `start_step` is above 0 after a resume. `batch_size` is global. `unit` names what `count` counts ("samples",
-    "tokens"). `request_stop(reason)` asks for a stop after the current step.
+    `model` is a class, `blocks` how many blocks of each class it has (empty: none was found). `trainable`: how
+    many of its `parameters` train from the start. `start_step` is above 0
+    after a resume. `batch_size` is global. `unit` names what `count` counts ("samples", "tokens").
+    `request_stop(reason)` asks for a stop after the current step. `notes`: what strategies say of themselves,
+    and numerics as they are in effect.
     """
 
     dir: Path | None
@@ -31,11 +34,15 @@ class RunInfo:
     batch_size: int
     world_size: int
     device: str
+    model: str
     parameters: int
+    trainable: int
+    blocks: Mapping[str, int]
     unit: str
     config_hash: str
     torch_version: str
     request_stop: Callable[[str], None]
+    notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,7 +69,7 @@ class LoggedHistogram:
 class Observer:
     """The base: every method does nothing. An observer looks, and may ask for a stop; it changes no tensor.
 
-    Methods are called between steps, at log points only, so that they cost the step nothing. Values in a record are
+    Methods are called between steps, once in a while only, so that they cost the step nothing. Values in a record are
     plain numbers, `None` where there is nothing to tell, or a `LoggedImage` or `LoggedHistogram`.
     """
 
@@ -74,6 +81,9 @@ class Observer:
 
     def evaluated(self, record: Mapping[str, Any]) -> None:
         """After an evaluation: step, epoch, metrics (by name), seconds."""
+
+    def remarked(self, record: Mapping[str, Any]) -> None:
+        """Something came up that whoever reads the run should know: step, text (a sentence or two)."""
 
     def saved(self, record: Mapping[str, Any]) -> None:
         """After a checkpoint: step, path, bytes, seconds."""

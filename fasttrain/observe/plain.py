@@ -14,7 +14,7 @@ LATER_EVERY_S = 1.0
 
 
 class PlainProgress(Observer):
-    """A line at the start, at most one a log point, and one at the end; each complete and flushed at once.
+    """A line at the start, one for each note and each remark, at most one a log point, and one at the end; flushed at once.
 
     No carriage return, no colour, ASCII. The last evaluation and the last save are told on the next line, so the number
     of lines is known beforehand. After 20 lines at most one a second is printed, and always that of the last step. A
@@ -40,11 +40,15 @@ class PlainProgress(Observer):
             steps = f"steps {run.start_step + 1} to {run.total_steps} (resumed)"
         else:
             steps = f"{run.total_steps} steps"
+        blocks = f", {found}," if (found := text.blocks(run.blocks)) else ""
         folder = f", in {text.near(run.dir)}" if run.dir is not None else ""
+        size = text.parameters(run.parameters, run.trainable)
         self._print(
-            f"start {run.name}/{run.id}: {text.count(run.parameters)} parameters on {run.device}, {ranks}, "
-            f"batch {run.batch_size}, {steps}{folder}"
+            f"start {run.name}/{run.id}: {run.model}, {size}{blocks} on {run.device}, {ranks}, batch {run.batch_size}, "
+            f"{steps}{folder}"
         )
+        for note in run.notes:
+            self._print(note)
 
     def stepped(self, record: Mapping[str, Any]) -> None:
         """Print the line of a log point, unless there were many a second."""
@@ -72,6 +76,10 @@ class PlainProgress(Observer):
         metrics = " ".join(f"{name} {text.figure(value)}" for name, value in record["metrics"].items())
         self._note("evaluation", f"| evaluation at step {record['step']}: {metrics}")
 
+    def remarked(self, record: Mapping[str, Any]) -> None:
+        """Say it at once, on a line of its own."""
+        self._print(f"step {record['step']}: {record['text']}")
+
     def saved(self, record: Mapping[str, Any]) -> None:
         """Keep the save for the next line."""
         self._note("saved", f"| saved step {record['step']}")
@@ -88,7 +96,8 @@ class PlainProgress(Observer):
 
     def finished(self, summary: Mapping[str, Any]) -> None:
         """Say what came of it."""
-        self._end(str(summary.get("status") or "done"), summary, "")
+        why = f" ({summary['reason']})" if summary.get("reason") else ""
+        self._end(str(summary.get("status") or "done"), summary, why)
 
     def _end(self, status: str, summary: Mapping[str, Any], more: str) -> None:
         parts = [f"step {summary.get('steps', text.UNKNOWN)}", f"loss {text.figure(summary.get('final_loss'))}"]

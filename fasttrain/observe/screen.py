@@ -95,9 +95,9 @@ def bar(share: float, cells: int, ascii_only: bool = False) -> Text:
     return drawn.append("─" * (cells - full - half), style=REST)
 
 
-def _cells(item: Item) -> int:
+def _cells(item: Item, gap: str = GAP) -> int:
     label, value = item
-    return len(GAP) + len(value) + (len(label) + 1 if label else 0)
+    return len(gap) + len(value) + (len(label) + 1 if label else 0)
 
 
 def _fitting(items: list[Item], room: int) -> list[Item]:
@@ -110,14 +110,14 @@ def _fitting(items: list[Item], room: int) -> list[Item]:
     return chosen
 
 
-def _joined(items: Iterable[Item], first: str = GAP) -> Text:
+def _joined(items: Iterable[Item], first: str = GAP, between: str = GAP) -> Text:
     line, gap = Text(), first
     for label, value in items:
         line.append(gap)
         if label:
             line.append(f"{label} ", style=WARN if label == "refused" else LABEL)
         line.append(value)
-        gap = GAP
+        gap = between
     return line
 
 
@@ -135,36 +135,50 @@ def header(run: RunInfo, width: int) -> Text:
     if run.steps_per_epoch:
         length.append(("an epoch", f"{run.steps_per_epoch:,}"))
     rows: list[Row] = [
-        ("model", [("", f"{text.count(run.parameters)} parameters")]),
+        ("model", [("", run.model), ("", text.parameters(run.parameters, run.trainable)), *_blocks(run)]),
         ("device", [("", run.device), ("", ranks)]),
         ("batch", [("", f"{run.batch_size:,} samples a step")]),
         ("length", length),
     ]
+    rows += [("note", [("", note)]) for note in run.notes]
     if run.dir is not None:
         rows.append(("folder", [("", text.near(run.dir))]))
     return _titled(Text(run.name, style="bold").append(f"  {run.id}", style=LABEL), rows, width)
 
 
-def event(label: str, step: int, total_steps: int, items: Iterable[Item], width: int) -> Text:
+def _blocks(run: RunInfo) -> list[Item]:
+    return [("", blocks)] if (blocks := text.blocks(run.blocks)) else []
+
+
+def event(
+    label: str,
+    step: int,
+    total_steps: int,
+    items: Iterable[Item],
+    width: int,
+    *,
+    gap: str = GAP,
+    style: str = BAR,
+) -> Text:
     """An evaluation or a save, as a line that stays; what is too wide goes on below, cut between its figures."""
-    line = Text(MARGIN).append(f"{label:<9}", style=BAR).append("   step ", style=LABEL)
+    line = Text(MARGIN).append(f"{label:<9}", style=style).append("   step ", style=LABEL)
     line.append(f"{step:,}".rjust(len(f"{total_steps:,}")))
-    return _hanging(line.append("   "), items, width)
+    return _hanging(line.append("   "), items, width, gap)
 
 
-def _hanging(line: Text, items: Iterable[Item], width: int) -> Text:
+def _hanging(line: Text, items: Iterable[Item], width: int, gap: str = GAP) -> Text:
     """A line with items at its end; those for which it is too short go on below the first of them."""
     rows: list[list[Item]] = [[]]
     margin = line.cell_len
-    room = width - margin + len(GAP)
+    room = width - margin + len(gap)
     for item in items:
-        room -= _cells(item)
+        room -= _cells(item, gap)
         if room < 0 and rows[-1]:
             rows.append([])
-            room = width - margin + len(GAP) - _cells(item)
+            room = width - margin + len(gap) - _cells(item, gap)
         rows[-1].append(item)
     for i, row in enumerate(rows):
-        line.append("\n" + " " * margin if i else "").append_text(_joined(row, first=""))
+        line.append("\n" + " " * margin if i else "").append_text(_joined(row, first="", between=gap))
     return line
 
 
@@ -178,6 +192,12 @@ def save(record: Mapping[str, Any], total_steps: int, width: int) -> Text:
     """A checkpoint."""
     items = [("", text.size(record["bytes"]))] if record.get("bytes") is not None else []
     return event("saved", record["step"], total_steps, [*items, *_took(record)], width)
+
+
+def remark(record: Mapping[str, Any], total_steps: int, width: int) -> Text:
+    """Something to know; its words are broken where the window ends."""
+    words = [("", word) for word in record["text"].split()]
+    return event("note", record["step"], total_steps, words, width, gap=" ", style=WARN)
 
 
 def _took(record: Mapping[str, Any]) -> list[Item]:

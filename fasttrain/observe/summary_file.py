@@ -77,10 +77,12 @@ class SummaryFile(Observer):
             "peak_memory_bytes": {"allocated": None, "reserved": None, "rss": None},
             "batch_size": run.batch_size,
             "parameters": run.parameters,
+            "trainable_parameters": run.trainable,
             "world_size": run.world_size,
             "device": run.device,
             "torch": run.torch_version,
             "config_hash": run.config_hash,
+            "remarks": [],
             **identity(),
             "started_at": self._now(),
         }
@@ -121,6 +123,12 @@ class SummaryFile(Observer):
         """Keep the newest metrics."""
         if self._path is not None:
             self._content["metrics"] = dict(record["metrics"])
+            self._forgiving(self._put)
+
+    def remarked(self, record: Mapping[str, Any]) -> None:
+        """Add a remark to `remarks`."""
+        if self._path is not None:
+            self._content["remarks"].append(dict(record))
             self._forgiving(self._put)
 
     def failed(self, error: BaseException, summary: Mapping[str, Any]) -> None:

@@ -89,6 +89,11 @@ class TensorBoard(Observer):
                 scalars.update(_scalars(f"evaluation/{name}", value))
             self._write(lambda: self._scalars(scalars, record["step"]))
 
+    def remarked(self, record: Mapping[str, Any]) -> None:
+        """Write a remark as text."""
+        if self._writer is not None:
+            self._write(lambda: self._writer.add_text("remarks", record["text"], record["step"]))
+
     def failed(self, error: BaseException, summary: Mapping[str, Any]) -> None:
         """Close the event file."""
         self._close()

@@ -60,6 +60,10 @@ class TerminalProgress(Observer):
         """Print the metrics of an evaluation."""
         self._event(self._screen.evaluation, record)
 
+    def remarked(self, record: Mapping[str, Any]) -> None:
+        """Print a remark."""
+        self._event(self._screen.remark, record)
+
     def saved(self, record: Mapping[str, Any]) -> None:
         """Print a save."""
         self._event(self._screen.save, record)

@@ -34,13 +34,16 @@ def figure(value: Any) -> str:
 
 
 def rate_of_learning(value: Any) -> str:
-    """A learning rate; several parameter groups show one when they agree.
+    """A learning rate; several parameter groups show one when they agree, and of more than two the range.
 
     >>> rate_of_learning(0.0003), rate_of_learning([0.1, 0.1]), rate_of_learning([0.1, 0.01])
     ('3.00e-04', '1.00e-01', '1.00e-01 1.00e-02')
+    >>> rate_of_learning([0.02, 0.0001, 0.015])
+    '1.00e-04..2.00e-02'
     """
     if isinstance(value, list | tuple):
-        return " ".join(dict.fromkeys(rate_of_learning(item) for item in value)) or UNKNOWN
+        different = list(dict.fromkeys(rate_of_learning(item) for item in sorted(value, reverse=True)))
+        return " ".join(different) or UNKNOWN if len(different) < 3 else f"{different[-1]}..{different[0]}"
     return UNKNOWN if value is None else f"{value:.2e}"
 
 
@@ -57,6 +60,28 @@ def count(value: float | None) -> str:
             scaled = value / (1e3 if letter == "k" else size)
             return f"{scaled:.3g} {letter}" if scaled >= 10 else f"{scaled:.2f} {letter}"
     return f"{value:,.0f}"
+
+
+def parameters(all_of_them: int, trainable: int) -> str:
+    """How large a model is; and how much of it trains, if not all does.
+
+    >>> parameters(11_200_000, 11_200_000), parameters(5_640_000, 149_000)
+    ('11.2 M parameters', '5.64 M parameters (149 k train)')
+    """
+    told = f"{count(all_of_them)} parameters"
+    return told if trainable == all_of_them else f"{told} ({count(trainable)} train)"
+
+
+def blocks(found: Mapping[str, int]) -> str:
+    """The blocks of a model; of more than two classes the most frequent ones.
+
+    >>> blocks({"Bottleneck": 16}), blocks({"A": 2, "B": 3, "C": 5}), blocks({})
+    ('16 Bottleneck', '5 C + 3 B + 2 others', '')
+    """
+    told = sorted(found.items(), key=lambda item: -item[1])
+    named = [f"{number} {kind}" for kind, number in told[:2]]
+    others = sum(number for _, number in told[2:])
+    return " + ".join([*named, f"{others} others"] if others else named)
 
 
 def rate(value: float | None) -> str:

@@ -14,8 +14,15 @@ OBEYING = ("cpu", "cuda", "xpu")
 def obeys_found_inf(optimizer: Any) -> bool:
     """Whether every step of this optimizer reads a `found_inf` flag on the device: fused SGD, Adam, AdamW, Adagrad.
 
-    Adagrad does from some torch after 2.11 on; none does on MPS.
+    Adagrad does from some torch after 2.11 on; none does on MPS. One of ours says so itself, by `obeys_found_inf`, as does
+    what stands in the place of its step.
     """
+    says = getattr(optimizer.step, "obeys_found_inf", None)
+    if says is not None:
+        return says
+    says = getattr(optimizer, "obeys_found_inf", None)
+    if says is not None:
+        return says
     return bool(getattr(optimizer, "_step_supports_amp_scaling", False)) and all(
         group.get("fused") and group["params"][0].device.type in OBEYING
         for group in optimizer.param_groups
@@ -40,15 +47,9 @@ def step_unless(optimizer: Any, bad: Any) -> None:
         optimizer.step()
 
 
-def give_momentum_buffers(optimizer: Any) -> None:
-    """Give a fused SGD its momentum buffers, filled with zeros, before the first step.
-
-    torch allocates them uninitialised at the first step and lets the kernel fill them; a first step that `found_inf`
-    refuses leaves them as they are, so the second step would add garbage. With `dampening=0` a zero buffer gives the
-    same first step, bit for bit. Checked with torch 2.14.1; may go once `_fused_sgd` fills them itself.
-    """
-    for group in optimizer.param_groups:
-        if group.get("momentum") and not group.get("dampening"):
-            for parameter in group["params"]:
-                if parameter.requires_grad and optimizer.state[parameter].get("momentum_buffer") is None:
-                    optimizer.state[parameter]["momentum_buffer"] = torch.zeros_like(parameter)
+def loss_of(closure: Any) -> Any:
+    """The loss that a step's closure computes, with gradients; `None` without one."""
+    if closure is None:
+        return None
+    with torch.enable_grad():
+        return closure()

@@ -127,6 +127,10 @@ class Ddp(Strategy):
         """All ranks evaluate with the buffers (running statistics) of rank 0."""
         return NO_CONTEXT if self._averager is None else EqualBuffers(self._averager, model)
 
+    def saving(self, model: nn.Module) -> AbstractContextManager[Any]:
+        """All ranks save the buffers of rank 0: each writes a share of what is the same everywhere."""
+        return self.evaluating(model)
+
     def state_dict(self) -> dict[str, Any]:
         """What powersgd remembers; of this rank, nothing else."""
         return {} if self._averager is None else self._averager.state_dict()

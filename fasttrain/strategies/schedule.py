@@ -1,4 +1,4 @@
-"""schedule: the learning rate as a function of accepted optimizer steps, and of nothing else.
+"""schedule: the learning rate as a function of accepted optimizer steps, and of nothing else (`plateau`: of evaluations).
 
 Each is a pure function `factor(step, total, config)`: what the optimizer's own rate is multiplied by in step number
 `step` (from 0). A step that was refused does not count. With a refusable step the count lives on the device, and the
@@ -9,12 +9,17 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Any, ClassVar, final
+from dataclasses import asdict, dataclass
+from typing import Any, ClassVar, Literal, final
 
 from fasttrain.core.strategy import Context, Strategy
-from fasttrain.errors import ConfigError
+from fasttrain.errors import ConfigError, did_you_mean
 from fasttrain.lazy import torch
+
+
+def _refuse_no_duration(key: str, value: float) -> None:
+    if not 0 <= value < math.inf or (value >= 1 and value != int(value)):
+        raise ConfigError(f"schedule.{key}={value}: give a number of steps or a fraction below 1.")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -24,8 +29,7 @@ class WarmUp:
     warmup: float = 0.0
 
     def __post_init__(self) -> None:
-        if self.warmup < 0 or (self.warmup >= 1 and self.warmup != int(self.warmup)):
-            raise ConfigError(f"schedule.warmup={self.warmup}: give a number of steps or a fraction below 1.")
+        _refuse_no_duration("warmup", self.warmup)
 
     def warmup_steps(self, total: int) -> int:
         """Steps of the warm-up."""
@@ -38,12 +42,21 @@ class Decay(WarmUp):
 
     final: float = 0.0
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 <= self.final < math.inf:
+            raise ConfigError(f"schedule.final={self.final} is no factor of a rate; give 0 or more, usually 0 to 0.1.")
+
 
 @dataclass(frozen=True, kw_only=True)
 class WsdConfig(Decay):
     """`decay`: steps (1 or more) or the fraction of all steps (below 1) of the decay at the end."""
 
     decay: float = 0.2
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        _refuse_no_duration("decay", self.decay)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +66,12 @@ class OneCycleConfig(WarmUp):
     warmup: float = 0.3
     start_divisor: float = 25.0
     end_divisor: float = 1e4
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("start_divisor", "end_divisor"):
+            if not 0 < getattr(self, key) < math.inf:
+                raise ConfigError(f"schedule.{key}={getattr(self, key)} divides the rate; give more than 0.")
 
 
 def _rising(step: int, warmup: int) -> float:
@@ -226,3 +245,124 @@ class OneCycle(Schedule):
     def factor(self, step: int, total: int) -> float:
         """See `one_cycle`."""
         return one_cycle(step, total, self.config)
+
+
+@dataclass(frozen=True, kw_only=True)
+class PlateauConfig(WarmUp):
+    """Settings of torch's ReduceLROnPlateau, by its names.
+
+    `metric`: a figure of the evaluation; `mode`: whether it should fall (`min`) or rise. After more than `patience`
+    evaluations in a row that were not better than the best by `threshold` (a share of it, or, with `abs`, an amount), the
+    rate is multiplied by `factor`, down to `min_factor` of the first; then `cooldown` evaluations do not count.
+    """
+
+    metric: str = "loss"
+    mode: Literal["min", "max"] = "min"
+    factor: float = 0.1
+    patience: int = 10
+    threshold: float = 1e-4
+    threshold_mode: Literal["rel", "abs"] = "rel"
+    cooldown: int = 0
+    min_factor: float = 0.0
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not 0 < self.factor < 1:
+            raise ConfigError(f"schedule.factor={self.factor} must be between 0 and 1, usually 0.1.")
+        for key in ("patience", "threshold", "cooldown", "min_factor"):
+            if getattr(self, key) < 0:
+                raise ConfigError(f"schedule.{key}={getattr(self, key)} must be 0 or more.")
+        if self.min_factor > 1:
+            raise ConfigError(f"schedule.min_factor={self.min_factor} is a share of the first rate; give 1 or less.")
+
+
+@dataclass(slots=True)
+class PlateauState:
+    """What a plateau schedule remembers: the factor it came to, and the evaluations before."""
+
+    factor: float = 1.0
+    best: float | None = None
+    bad: int = 0
+    cooling: int = 0
+
+
+def is_better(figure: float, best: float | None, config: PlateauConfig) -> bool:
+    """Whether a figure beats the best so far by the threshold."""
+    if best is None:
+        return not math.isnan(figure)
+    sign = 1.0 if config.mode == "max" else -1.0
+    if config.threshold_mode == "rel":
+        bound = best * (1.0 + sign * config.threshold)
+    else:
+        bound = best + sign * config.threshold
+    return figure > bound if config.mode == "max" else figure < bound
+
+
+def after_evaluation(state: PlateauState, figure: float, config: PlateauConfig) -> PlateauState:
+    """The state after one more evaluation; the rule of torch.optim.lr_scheduler.ReduceLROnPlateau."""
+    better = is_better(figure, state.best, config)
+    best = figure if better else state.best
+    bad = 0 if better else state.bad + 1
+    cooling, factor = state.cooling, state.factor
+    if cooling:
+        cooling, bad = cooling - 1, 0
+    if bad > config.patience:
+        factor, cooling, bad = max(factor * config.factor, config.min_factor), config.cooldown, 0
+    return PlateauState(factor, best, bad, cooling)
+
+
+@final
+class Plateau(Schedule):
+    """The rate falls when evaluations no longer get better."""
+
+    name = "plateau"
+    Config = PlateauConfig
+    needs_total = False
+
+    def __init__(self, config: Any = None, context: Context | None = None) -> None:
+        super().__init__(config, context)
+        self.state = PlateauState()
+        self._followed: dict[int, tuple[Any, Any]] = {}
+
+    def factor(self, step: int, total: int) -> float:
+        """The warm-up; what evaluations gave comes on top."""
+        return constant(step, total, self.config)
+
+    def started(self, model: Any, optimizer: Any, step: Any) -> None:
+        """Refuse a run that is not evaluated while it trains."""
+        if self.context.evaluates is False:
+            raise ConfigError(
+                f"schedule=plateau looks at '{self.config.metric}' of evaluations, and none comes while this run trains; "
+                "give Data(evaluation=...) and, where an epoch has no known length, evaluate.every=N; or use schedule=wsd."
+            )
+        super().started(model, optimizer, step)
+
+    def updated(self, model: Any, optimizer: Any, step: Any) -> None:
+        """Set the rate of the coming step."""
+        self._followed[id(optimizer)] = optimizer, step
+        super().updated(model, optimizer, step)
+        reached = self.state.factor
+        if reached != 1.0:
+            for group in optimizer.param_groups:
+                group["lr"] *= reached  # in place where the rate is a tensor
+
+    def evaluated(self, figures: Mapping[str, float]) -> None:
+        """Look at the figure, and set the rate of the coming step anew if it is time."""
+        metric = self.config.metric
+        if metric not in figures:
+            raise ConfigError(
+                f"schedule.metric={metric}: the evaluation gave no such figure; {did_you_mean(metric, figures)}"
+            )
+        before = self.state.factor
+        self.state = after_evaluation(self.state, figures[metric], self.config)
+        if self.state.factor != before:
+            for optimizer, step in list(self._followed.values()):
+                self.updated(None, optimizer, step)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Factor, best figure and counts."""
+        return asdict(self.state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Put them back; `started` then sets the rate."""
+        self.state = PlateauState(**state)

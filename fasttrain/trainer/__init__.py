@@ -1,5 +1,6 @@
 """The Trainer: research code subclasses it."""
 
-from fasttrain.trainer.trainer import StepInfo, Trainer
+from fasttrain.core.task import StepInfo
+from fasttrain.trainer.trainer import Trainer
 
 __all__ = ["StepInfo", "Trainer"]

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import sys
 import time
+from collections import Counter
 from typing import TYPE_CHECKING, Any
 
+from fasttrain.core.float32 import tensorfloat
+from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.observe import RunInfo, peak_memory
 from fasttrain.trainer.run_folder import environment
@@ -34,12 +37,35 @@ def run_info(session: Session) -> RunInfo:
         batch_size=session.settings.batch_size,
         world_size=trainer.world.size,
         device=str(trainer.device),
+        model=type(trainer.model).__name__,
+        blocks=Counter(type(block).__name__ for block in blocks_of(trainer)),
         parameters=sum(parameter.numel() for parameter in trainer.model.parameters()),
+        trainable=sum(parameter.numel() for parameter in trainer.model.parameters() if parameter.requires_grad),
         unit=trainer.unit,
         config_hash=trainer.resolved.hash(),
         torch_version=torch.__version__,
+        notes=notes(trainer),
         request_stop=session.stopper.ask,
     )
+
+
+def notes(trainer: Trainer) -> tuple[str, ...]:
+    """What the head of a run says of its numerics and of choices that were made for it."""
+    taken = trainer.resolved.reasons
+    chosen = [f"{slot}={trainer.resolved.names[slot]} ({why})" for slot, why in taken.items()]
+    told = (*chosen, *trainer.plan.notes())
+    if trainer.plan.context.device.type != "cuda":  # no other device has it
+        return told
+    switches = ", ".join(f"{'on' if is_on else 'off'} in {where}" for where, is_on in tensorfloat().items())
+    return (*told, f"TensorFloat-32 is {switches}")
+
+
+def blocks_of(trainer: Trainer) -> list[Any]:
+    """The blocks of a trainer's model; none where nothing repeats."""
+    try:
+        return trainer.plan.context.blocks(trainer.model, "model")
+    except ConfigError:
+        return []
 
 
 def summary(session: Session, status: str, reason: str | None = None, ask_device: bool = True) -> dict[str, Any]:
@@ -64,8 +90,10 @@ def summary(session: Session, status: str, reason: str | None = None, ask_device
         "metrics": session.metrics,
         "wall_s": time.perf_counter() - session.began,
         "startup_s": session.began - trainer.created_at,
-        "compile_s": compile_seconds(),
+        "compile_s": compile_seconds() - session.compiled_before,
         **{k: v for k, v in times.items() if k in TOTALS or k.endswith("_per_s")},
+        **trainer.plan.summary(),
+        "remarks": list(session.remarks),
         "peak_memory_bytes": peak_memory(trainer.device),
         "world_size": trainer.world.size,
         "device": str(trainer.device),

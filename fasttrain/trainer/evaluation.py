@@ -47,6 +47,22 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     return _means(add_over_ranks(read_pairs(sums), trainer.world.size))
 
 
+def figures_of(given: Any, trainer: str) -> dict[str, float]:
+    """What an evaluation gave, as plain numbers: an `evaluate` of the user's may give tensors of one element.
+
+    Raises:
+        ConfigError: it is no mapping of names to numbers.
+    """
+    if isinstance(given, Mapping):
+        try:
+            return {str(name): float(value) for name, value in given.items()}
+        except (TypeError, ValueError, RuntimeError):
+            told = ", ".join(f"{name}: {type(value).__name__}" for name, value in given.items())
+    else:
+        told = "None" if given is None else f"a {type(given).__name__}"
+    raise ConfigError(f"{trainer}.evaluate returned {told}; return a dict of numbers by name, such as the loss.")
+
+
 def _add(sums: Sums, trainer: Trainer, batch: Any, samples: int) -> None:
     """Add what one microbatch gives, each value with its count."""
     by_samples = trainer.task.count is None and trainer.task.known(batch) is not None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,8 +13,10 @@ from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
 from fasttrain.data.data import batched, form, num_samples_of
-from fasttrain.data.loader import epoch_batches, given_batches
-from fasttrain.data.order import Order
+from fasttrain.data.loader import epoch_batches, given_batches, kept_generators
+from fasttrain.data.order import Order, share
+from fasttrain.data.packed import warn_of_huge_lists
+from fasttrain.data.seeds import mix
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import pytree, torch
@@ -34,6 +36,8 @@ class Feed:
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
         self._share = share = settings.batch_size // world.size
         train = batched(data.train, share, data) if share else data.train
+        if world.is_main:
+            warn_of_huge_lists(train, data.num_workers)
         self.data = replace(data, train=train, evaluation=_stream(data.evaluation, settings, world, data))
         self.settings, self.world, self.device = settings, world, world.device
         self._moves = world.device.type != "cpu"
@@ -137,13 +141,50 @@ class Feed:
         """Epochs seen so far, with their fraction."""
         return self.position.epoch + (self.position.seen / self.epoch_end if self.epoch_end else 0.0)
 
+    @property
+    def shares(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
+        """Samples of each rank in a usual step, and in the last one of an epoch if this run comes to it."""
+        if self.order is None:
+            return None
+        size, end, ranks = self.settings.batch_size, self.order.end, self.world.size
+        comes = self.total_steps >= self.order.steps_per_epoch
+        last = (end % size or size) if comes else min(size, end)
+        dealt = [[share(0, count, rank, ranks) for rank in range(ranks)] for count in (min(size, end), last)]
+        usual, short = (tuple(high - low for low, high in spans) for spans in dealt)
+        return usual, short
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether evaluations come while the run trains: there is data for them, and it is known after which steps."""
+        known = self.settings.evaluate.every is not None or self.steps_per_epoch is not None
+        return self.data.evaluation is not None and known
+
+    @property
+    def can_begin_anew(self) -> bool:
+        """Whether the training data can be gone through beside the training, which is in the middle of it."""
+        source = self.data.train
+        held = (source, getattr(source, "dataset", None))
+        persistent = getattr(source, "persistent_workers", False)
+        return self.order is not None or not (persistent or any(isinstance(part, Iterator) for part in held))
+
+    def again(self, task: Task, plan: Plan, batches: int) -> Iterator[Any]:
+        """The first training batches of this rank once more, on the device; position and generators stay where they are."""
+        world = self.world
+        if self.order is not None:
+            given = epoch_batches(self.data, self.data.train, self.order, 0, 0, world.rank, world.size, True)
+        else:
+            given = self._given(self.position.epoch, 0)  # of this epoch, which samplers were told already
+        with kept_generators(self.data.train):
+            for batch, here, everywhere in itertools.islice(given, batches):
+                yield self._deliver(batch, here, everywhere, task, plan)
+
     def training(self, task: Task, plan: Plan) -> Iterator[Any]:
         """Training batches on the device, from the position on, without end. The position counts what was given."""
         by_samples, end = self.order is not None, self.epoch_end
         while True:
             position = self.position
             for batch, here, everywhere in self._epoch():
-                batch = self._deliver(batch, here, everywhere, task, plan)
+                batch = self._deliver(batch, here, everywhere, task, plan, augment=task.augment)
                 position.seen += everywhere if by_samples else 1
                 self.samples += everywhere
                 if end is not None and position.seen >= end:
@@ -210,16 +251,27 @@ class Feed:
             if here:
                 yield self._deliver(batch, here, everywhere, task, plan), here
 
-    def _deliver(self, batch: Any, here: int, everywhere: int, task: Task, plan: Plan) -> Any:
+    def _deliver(
+        self, batch: Any, here: int, everywhere: int, task: Task, plan: Plan, augment: Callable[..., Any] | None = None
+    ) -> Any:
         fed = task.fed = Fed(batch, here, everywhere, exact=self.order is not None)
         if batch is None:  # this rank has no sample of a short last step
             return None
+        if task.count is not None and everywhere and (self._moves or augment is not None):
+            fed.counts = [task.count(microbatch) for microbatch in plan.split(task, batch)]
         if self._moves:
-            if task.count is not None and everywhere:
-                fed.counts = [task.count(microbatch) for microbatch in plan.split(task, batch)]
             batch = map_tensors(self._to_device, batch)
+        if augment is not None:
+            batch = self._augmented(batch, augment)
         fed.batch = batch = plan.batch(batch)
         return batch
+
+    def _augmented(self, batch: Any, augment: Callable[..., Any]) -> Any:
+        """The batch as user code changes it on the device: by a seed of its place in the run, one for all ranks."""
+        parts = (self.settings.seed, "augment", self.position.epoch, self.position.seen)
+        if isinstance(batch, Microbatches):
+            return Microbatches(augment(microbatch, mix(*parts, i)) for i, microbatch in enumerate(batch))
+        return augment(batch, mix(*parts))
 
     def _to_device(self, tensor: Any) -> Any:
         if self._pins and tensor.device.type == "cpu":

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from fasttrain.errors import ConfigError
 from fasttrain.trainer.session import Session
+from fasttrain.trainer.setup import own_determinism, set_determinism
 
 if TYPE_CHECKING:
     from fasttrain.trainer.trainer import Trainer
@@ -16,8 +17,18 @@ if TYPE_CHECKING:
 def fit(trainer: Trainer) -> dict[str, Any]:
     """Train; returns what `summary.json` holds. Status: `done`, or `stopped` (resumable) after a signal or time limit.
 
-    A run that is finished already is left untouched, and its summary returned.
+    A run that is finished already is left untouched, and its summary returned. Flags of determinism and of debugging are
+    as before afterwards, and so is what strategies changed in the process (`Strategy.ended`).
     """
+    set_determinism(trainer.config.deterministic, trainer.config.debug)
+    try:
+        return _fit(trainer)
+    finally:
+        own_determinism()
+        trainer.plan.ended()
+
+
+def _fit(trainer: Trainer) -> dict[str, Any]:
     session = Session(trainer)
     if session.folder.finished:
         return session.finished_before()
@@ -35,6 +46,7 @@ def fit(trainer: Trainer) -> dict[str, Any]:
 def train_until(session: Session, batches: Iterator[Any], end: int) -> str | None:
     """Train up to step number `end`; returns the reason if the run was stopped before, saved after its last step."""
     trainer, clock, now = session.trainer, session.clock, time.perf_counter
+    first = trainer.step + 1 if trainer.plan.speaks else None
     clock.start()
     while trainer.step < end:
         before = trainer.step
@@ -47,6 +59,8 @@ def train_until(session: Session, batches: Iterator[Any], end: int) -> str | Non
         if step == before or info is None:
             _refuse_own_step(step == before, step)
         session.count(clock)
+        if step == first:  # what the first step compiled, for one, took long enough
+            session.remark()
         if session.watching:
             session.log(info)
         if session.evaluation_is_due(step):

@@ -23,14 +23,17 @@ from fasttrain.observe import (
     reset_peak_memory,
 )
 from fasttrain.observe.summary_file import read_summary
-from fasttrain.trainer.account import run_info, summary
+from fasttrain.trainer.account import compile_seconds, run_info, summary
+from fasttrain.trainer.evaluation import figures_of
 from fasttrain.trainer.profiling import start_profile
 from fasttrain.trainer.run_folder import choose
 from fasttrain.trainer.state import check_savable, refuse_wrong_length, restore_state, save_state
 
 if TYPE_CHECKING:
-    from fasttrain.trainer.trainer import StepInfo, Trainer
+    from fasttrain.core.task import StepInfo
+    from fasttrain.trainer.trainer import Trainer
 
+REMARKS = " remarks"  # no figure has such a name
 # Figures of the clock that stand in a logged step.
 SPEED = ("step_time_s", "data_wait_s", "warmup_s")
 
@@ -50,11 +53,15 @@ class Session:
         self.last_loss: float | None = None
         self.start_step = 0
         self.began = time.perf_counter()
+        self.compiled_before = compile_seconds()
         limit = self.settings.max_time
         self.stopper = Stopper(trainer.world.rank, trainer.world.size, None if limit is None else seconds(limit))
         self.observers: list[Observer] = []
         self.profiler: Any = None
         self._warned = False
+        self._apart = trainer.plan.apart
+        self._remarked: set[str] = set()
+        self.remarks: list[dict[str, Any]] = []
         self._by_samples = trainer.task.count is None
         self._evaluates = trainer.data.evaluation is not None
         self._total_steps = trainer.total_steps
@@ -143,6 +150,7 @@ class Session:
 
     def end(self, status: str, reason: str | None = None) -> dict[str, Any]:
         """Tell the observers that the run ended."""
+        self.remark()
         known = summary(self, status, reason)
         for observer in self.observers:
             observer.finished(known)
@@ -161,12 +169,13 @@ class Session:
         """After a step: what it took in, over all ranks."""
         if self.profiler is not None:
             self.profiler.step()
+        unlike = None if self._apart is None else self._apart()
         task = self.trainer.task
         samples = task.fed.global_samples if task.fed is not None else self.settings.batch_size
         if self._by_samples or task.counted is None:
-            clock.step(samples)
+            clock.step(samples, apart=unlike)
         else:
-            clock.step(samples, {self.trainer.unit: task.counted})
+            clock.step(samples, {self.trainer.unit: task.counted}, unlike)
 
     def evaluation_is_due(self, step: int) -> bool:
         """Whether to evaluate after this step: every so many, or after each epoch."""
@@ -198,7 +207,10 @@ class Session:
         read = read_together({**figures, **rates_now, **pairs_now})
         figures = {name: read[name] for name in figures}
         trainer.plan.logged({"step": trainer.step, **figures})
-        pairs = add_over_ranks({name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}, trainer.world.size)
+        remarks = trainer.plan.remarks()
+        mine = {name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}
+        pairs = add_over_ranks({**mine, REMARKS: (len(remarks), 0.0)}, trainer.world.size)
+        number_of_remarks, _ = pairs.pop(REMARKS)
         logged = {name: total / weight if weight else float("nan") for name, (total, weight) in pairs.items()}
         loss = self.last_loss = logged.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
@@ -221,6 +233,23 @@ class Session:
         }
         for observer in self.observers:
             observer.stepped(record)
+        if number_of_remarks:
+            self._tell(remarks)
+
+    def remark(self) -> None:
+        """Tell what strategies have to say by now; every rank calls this."""
+        self._tell(self.trainer.plan.remarks())
+
+    def _tell(self, remarks: list[str]) -> None:
+        """Tell the remarks of all ranks, each once; what other ranks alone say is told with the first of them."""
+        for rank, of_rank in enumerate(self.trainer.world.gather(remarks)):
+            for text in of_rank:
+                if text not in self._remarked:
+                    self._remarked.add(text)
+                    record = {"step": self.trainer.step, "text": f"rank {rank}: {text}" if rank else text}
+                    self.remarks.append(record)
+                    for observer in self.observers:
+                        observer.remarked(record)
 
     def _warn_of_loss(self, loss: float) -> None:
         if self._warned or "nonfinite" in self.trainer.plan.strategies or not self.trainer.world.is_main:
@@ -252,8 +281,10 @@ class Session:
         trainer = self.trainer
         began = time.perf_counter()
         with self.clock.paused("evaluation"):
-            self.metrics = trainer.evaluate()
+            self.metrics = figures_of(trainer.evaluate(), type(trainer).__name__)
         self.evaluated_at = trainer.step
+        trainer.plan.evaluated(self.metrics)
+        self.remark()
         record = {
             "step": trainer.step,
             "epoch": trainer.feed.epochs_done,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,25 +15,15 @@ from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
 from fasttrain.data.seeds import mix
 from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.lazy import np, torch
+from fasttrain.nn.names import plain_name
+from fasttrain.optim.chunks import is_packed
 from fasttrain.trainer.extra_state import KEY, extra_states, give_extra_states
 from fasttrain.trainer.feed import Position
+from fasttrain.trainer.left_out import changed, check_left_out, digests, left_out_names, set_trains, trains
 from fasttrain.trainer.setup import seed_everything
 
 if TYPE_CHECKING:
     from fasttrain.trainer.trainer import Trainer
-
-
-# What torch.compile and torch's checkpoint wrapper call the module they hold, where a user wraps one by hand.
-_HELD = ("_orig_mod", "_checkpoint_wrapped_module")
-
-
-def plain_name(name: str) -> str:
-    """The name of a weight as the module has it that a wrapper holds: checkpoints fit with and without the wrapper.
-
-    >>> plain_name("blocks.0._orig_mod.weight"), plain_name("module.weight")
-    ('blocks.0.weight', 'module.weight')
-    """
-    return ".".join(part for part in name.split(".") if part not in _HELD)
 
 
 def model_tensors(model: Any) -> dict[str, Any]:
@@ -59,22 +50,51 @@ def _optimizer_kinds(trainer: Trainer) -> dict[str, str]:
     return {part: type(optimizer).__name__ for part, optimizer in trainer.optimizers.items()}
 
 
-def _optimizer_states(trainer: Trainer) -> Iterator[tuple[str, Any, Any, dict[str, Any]]]:
-    """Each trained parameter of each optimizer: prefix, parameter, its group, its state."""
+def _optimizer_states(trainer: Trainer) -> Iterator[tuple[str, Any, dict[str, Any], Any]]:
+    """Each trained parameter of each optimizer: prefix, parameter, its group, its optimizer."""
     names = {id(parameter): plain_name(name) for name, parameter in trainer.model.named_parameters()}
     for part, optimizer in trainer.optimizers.items():
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                yield f"optimizer.{part}.{names[id(parameter)]}", parameter, group, optimizer.state[parameter]
+                yield f"optimizer.{part}.{names[id(parameter)]}", parameter, group, optimizer
 
 
 def _optimizer_tensors(trainer: Trainer) -> tuple[dict[str, Any], dict[str, Any]]:
     tensors: dict[str, Any] = {}
     plain: dict[str, Any] = {}
-    for prefix, _, _, state in _optimizer_states(trainer):
-        for key, value in state.items():
-            (tensors if isinstance(value, torch.Tensor) else plain)[f"{prefix}.{key}"] = value
+    for prefix, parameter, _, optimizer in _optimizer_states(trainer):
+        for key, value in optimizer.state[parameter].items():
+            if is_packed(value):
+                tensors |= {f"{prefix}.{key}:{part}": getattr(value, part) for part in value.__tensor_flatten__()[0]}
+            else:
+                (tensors if isinstance(value, torch.Tensor) else plain)[f"{prefix}.{key}"] = value
     return tensors, plain
+
+
+def _restored_optimizer(
+    trainer: Trainer, held: Mapping[str, Any], plain: Mapping[str, Any], skipped: set[str]
+) -> dict[str, Any]:
+    """Room in the optimizers for what a checkpoint holds of their states, by name; plain values are put there at once."""
+    by_owner: dict[str, list[str]] = {}
+    for name in [*held, *plain]:
+        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
+    into: dict[str, Any] = {}
+    for prefix, parameter, group, optimizer in _optimizer_states(trainer):
+        names = [] if prefix.split(".", 2)[2] in skipped else by_owner.get(prefix, [])
+        if names and hasattr(optimizer, "init_state"):  # states that are made of several tensors
+            optimizer.init_state(parameter)
+        state = optimizer.state[parameter]
+        for name in names:
+            key, _, part = name.rpartition(".")[2].partition(":")
+            if part:
+                into[name] = getattr(state[key], part)
+            elif name in held:
+                device = getattr(optimizer, "state_device", parameter.device)
+                shape, dtype = held[name]
+                into[name] = state[key] = _room(key, parameter, group, shape, dtype, device)
+            else:
+                state[key] = plain[name]
+    return into
 
 
 def rng_tensors(rank: int, device: Any) -> dict[str, Any]:
@@ -107,15 +127,25 @@ def set_rng(states: Mapping[str, Any], rank: int, device: Any) -> None:
 
 
 def save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
-    """Save everything a run is made of; every rank calls it. Returns the bytes written."""
+    """Save everything a run is made of; every rank calls it. Returns the bytes written.
+
+    In the middle of an evaluation too: the weights saved are those that train.
+    """
+    with trainer.plan.saving(trainer.model):
+        return _save_state(trainer, path, plain)
+
+
+def _save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
     optimizer_tensors, optimizer_plain = _optimizer_tensors(trainer)
     strategy_tensors, strategy_plain = _strategy_state(trainer)
     extra_tensors, extra_plain = extra_states(trainer.model)
-    tensors = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
+    weights = model_tensors(trainer.model)
+    left_out = left_out_names(weights, {plain_name(name) for name in trainer.plan.left_out(trainer.model)})
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     tensors |= {f"extra.{name}": tensor for name, tensor in extra_tensors.items()}
     tensors |= optimizer_tensors | strategy_tensors | rng_tensors(trainer.world.rank, trainer.device)
     position = trainer.feed.position
-    refused = {part: float(trainer.plan.refused(optimizer)) for part, optimizer in trainer.optimizers.items()}
+    refused = {part: trainer.plan.refused(optimizer) for part, optimizer in trainer.optimizers.items()}
     return save(
         path,
         tensors,
@@ -123,10 +153,13 @@ def save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
             "step": trainer.step,
             "samples": trainer.feed.samples,
             "position": {"epoch": position.epoch, "seen": position.seen},
-            "refused": refused,
+            "refused": {part: float(steps) for part, steps in refused.items()},
+            "counted_on_device": [part for part, steps in refused.items() if isinstance(steps, torch.Tensor)],
             "optimizer": optimizer_plain,
             "optimizers": _optimizer_kinds(trainer),
             "extra": extra_plain,
+            "left_out": digests(trainer.model, {name: weights[name] for name in weights if name in left_out}),
+            "trains": changed(trainer.built_trains, trains(trainer.model)),
             "strategies": strategy_plain,
             "world_size": trainer.world.size,
             "torch": torch.__version__,
@@ -155,41 +188,56 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
     """
     plain, held = load_plain(path), stored_tensors(path)
     _check_same_optimizers(path, plain["optimizers"], _optimizer_kinds(trainer))
-    by_owner: dict[str, list[str]] = {}
-    for name in [*held, *plain["optimizer"]]:
-        by_owner.setdefault(name.rpartition(".")[0], []).append(name)
-    into = {f"model.{name}": tensor for name, tensor in model_tensors(trainer.model).items()}
-    if beyond := sorted(name for name in held if name.startswith("model.") and name not in into):
+    weights, left_out = model_tensors(trainer.model), plain.get("left_out", {})
+    check_left_out(path, trainer.model, weights, left_out)
+    skipped = _misfits(path, weights, held, trainer.config.resume_skip)
+    into = {f"model.{name}": tensor for name, tensor in weights.items() if name not in skipped and name not in left_out}
+    if beyond := sorted(name for name in held if name.startswith("model.") and name[6:] not in weights):
         raise CheckpointError(
             f"the checkpoint {path} holds {len(beyond)} tensors of the model that this run has not (the first: "
             f"{beyond[0].removeprefix('model.')}); it is of another model, resume from one of this model."
         )
-    for prefix, parameter, group, state in _optimizer_states(trainer):
-        for name in by_owner.get(prefix, []):
-            key = name.rpartition(".")[2]
-            if name in held:
-                into[name] = state[key] = _room(key, parameter, group, *held[name])
-            else:
-                state[key] = plain["optimizer"][name]
+    into |= _restored_optimizer(trainer, held, plain["optimizer"], skipped)
     strategies = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith("strategy.")}
     rank = trainer.world.rank
     rng = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith(f"rng.{rank}.")}
     extra = {n: torch.empty(s, dtype=d) for n, (s, d) in held.items() if n.startswith("extra.")}
     load_tensors(path, into | strategies | rng | extra)
+    _check_copies(path, trainer.model, weights, into)
     give_extra_states(trainer.model, {n.removeprefix("extra."): t for n, t in extra.items()}, plain["extra"])
     _give_strategies(trainer, strategies, plain["strategies"])
+    set_trains(trainer.model, plain.get("trains", {}))
     trainer.step = plain["step"]
     trainer.feed.samples = plain["samples"]
     trainer.feed.position = Position(**plain["position"])
     for part, optimizer in trainer.optimizers.items():
-        if plain["refused"].get(part):
-            trainer.plan.set_refused(optimizer, int(plain["refused"][part]))
+        steps = int(plain["refused"].get(part, 0))
+        if part in plain.get("counted_on_device", ()):
+            # Rates are then tensors from the next step on, as they would have been; numbers are rounded otherwise.
+            trainer.plan.set_refused(optimizer, torch.full((), float(steps), device=trainer.device))
+        elif steps:
+            trainer.plan.set_refused(optimizer, steps)
     trainer.plan.started_with(trainer.model, trainer.optimizers.values(), trainer.step)
     # For what was not saved: by fewer ranks, or on another kind of device.
     seed_everything(mix(trainer.seed, "resumed", trainer.step, rank))
     if rng:
         set_rng(rng, rank, trainer.device)
     return plain
+
+
+def _check_copies(path: Path, model: Any, weights: Mapping[str, Any], loaded: Mapping[str, Any]) -> None:
+    """Refuse a checkpoint of which the model keeps a part elsewhere: 4-bit layers pack plain numbers into a new tensor.
+
+    Raises:
+        CheckpointError: such a part differs, and cannot be put in place.
+    """
+    for name, tensor in model_tensors(model).items():
+        is_copy = tensor.numel() and tensor.data_ptr() != weights[name].data_ptr()
+        if is_copy and f"model.{name}" in loaded and not torch.equal(tensor, loaded[f"model.{name}"]):
+            raise CheckpointError(
+                f"the checkpoint {path} has another '{name}' than this run, and only building the model sets it; build the "
+                "model with the same weights (the same seed or the same pretrained file)."
+            )
 
 
 def _check_same_optimizers(path: Path, saved: Mapping[str, str], here: Mapping[str, str]) -> None:
@@ -201,13 +249,32 @@ def _check_same_optimizers(path: Path, saved: Mapping[str, str], here: Mapping[s
         )
 
 
-def _room(key: str, parameter: Any, group: Mapping[str, Any], shape: Any, dtype: Any) -> Any:
+def _misfits(path: Path, weights: Mapping[str, Any], held: Mapping[str, Any], may_skip: Iterable[str]) -> set[str]:
+    """Weights that have another shape in a checkpoint, and may be left out.
+
+    Raises:
+        CheckpointError: one may not.
+    """
+    shapes = {name: held[f"model.{name}"][0] for name in weights if f"model.{name}" in held}
+    misfits = {name for name, shape in shapes.items() if shape != weights[name].shape}
+    wrong = [name for name in weights if name in misfits and not any(fnmatchcase(name, p) for p in may_skip)]
+    if wrong:
+        told = [f"{name} has shape {tuple(shapes[name])} there and {tuple(weights[name].shape)} here" for name in wrong]
+        patterns = ", ".join(dict.fromkeys(f"{name.rpartition('.')[0]}.*".removeprefix(".") for name in wrong))
+        raise CheckpointError(
+            f"the checkpoint {path} is of another model: {', '.join(told[:6])}{', ...' if told[6:] else ''}; resume_skip=["
+            f"{patterns}] leaves these weights as build_model makes them, and their state in the optimizer empty."
+        )
+    return misfits
+
+
+def _room(key: str, parameter: Any, group: Mapping[str, Any], shape: Any, dtype: Any, device: Any) -> Any:
     """Room for a tensor of an optimizer's state, laid out and placed as the optimizer itself would."""
     if shape == parameter.shape and parameter.dim() > 0:
-        return torch.zeros_like(parameter, dtype=dtype, requires_grad=False)
+        return torch.zeros_like(parameter, dtype=dtype, device=device, requires_grad=False)
     # torch counts steps on the host unless the kernel itself reads them.
     on_host = key == "step" and not (group.get("fused") or group.get("capturable"))
-    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device)
+    return torch.zeros(shape, dtype=dtype, device="cpu" if on_host else parameter.device if not shape else device)
 
 
 def _give_strategies(trainer: Trainer, tensors: Mapping[str, Any], plain: Mapping[str, Any]) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, ClassVar, Self
 
@@ -14,19 +15,25 @@ from fasttrain.config.settings import Settings
 from fasttrain.core.batch import num_samples
 from fasttrain.core.float32 import own_fp32_precision
 from fasttrain.core.strategy import Context
-from fasttrain.core.task import Task
+from fasttrain.core.task import StepInfo
 from fasttrain.data import Data
 from fasttrain.distributed.world import World, join
 from fasttrain.errors import ConfigError
 from fasttrain.nn.blocks import find_blocks
+from fasttrain.nn.materialise import is_on_meta, materialise
+from fasttrain.trainer.calibration import training_forwards, undisturbed
 from fasttrain.trainer.evaluation import evaluate
 from fasttrain.trainer.feed import Feed
 from fasttrain.trainer.figures import Figures
 from fasttrain.trainer.fit import fit
+from fasttrain.trainer.left_out import trains
 from fasttrain.trainer.setup import (
+    block_finder,
+    build_optimizers,
     build_plan,
-    check_own_optimizer,
-    check_shapes,
+    build_task,
+    check_loss,
+    check_model,
     completed,
     config_class,
     only_trains,
@@ -34,14 +41,6 @@ from fasttrain.trainer.setup import (
     set_determinism,
 )
 from fasttrain.trainer.state import restore_state
-
-
-@dataclass(slots=True)
-class StepInfo:
-    """What a step says of itself: its number, and this rank's weighted loss on the device (`None`: nothing counted)."""
-
-    step: int
-    loss: Any
 
 
 class Trainer:
@@ -93,16 +92,18 @@ class Trainer:
         self.feed = Feed(self.data, self.config, self.world)
         self.plan = build_plan(self.resolved, self.context())
         self.feed.check(self.plan)
+        check_loss(type(self), Trainer, self.plan)
         seed_everything(self.seed)
         model = self.build_model()
-        check_shapes(model)
+        check_model(model, self.config.blocks)
         self.model = self.plan.model(self.place(model))
-        self.optimizers = self._build_optimizers()
+        self.optimizers = build_optimizers(self, Trainer)
         if len(self.optimizers) == 1:
             (self.optimizer,) = self.optimizers.values()
-        self.task = self._task()
+        self.task = build_task(self, Trainer)
         seed_everything(self.seed + self.world.rank)
         self.plan.started_with(self.model, self.optimizers.values(), self.step)
+        self.built_trains = trains(self.model)
 
     # ---- what research code gives
 
@@ -117,6 +118,10 @@ class Trainer:
     def build_optimizer(self, model: Any) -> Any:
         """An optimizer of your own over a model or part of it; instead of the slot `optimizer`."""
         return None
+
+    def augment(self, batch: Any, seed: int) -> Any:
+        """A training batch on the device, before it is cut: this rank's share. All ranks get one `seed` a step."""
+        return batch
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:
         """Arguments of the model: the first entry of a tuple, if not overridden."""
@@ -150,7 +155,7 @@ class Trainer:
         raise NotImplementedError
 
     def blocks(self, model: Any) -> list[Any]:
-        """The repeated parts that checkpointing, compiling and sharding take as units."""
+        """The repeated parts that checkpointing, compiling and sharding take as units; the setting `blocks` goes before."""
         return find_blocks(model)
 
     def parts(self) -> dict[str, Any]:
@@ -220,8 +225,8 @@ class Trainer:
         return join(settings.device)
 
     def place(self, model: Any) -> Any:
-        """Bring the model to the device."""
-        return model.to(self.device)
+        """Bring the model to the device; one built on the meta device is made there."""
+        return materialise(model, self.device) if is_on_meta(model) else model.to(self.device)
 
     def context(self) -> Context:
         """What strategies may know."""
@@ -231,17 +236,15 @@ class Trainer:
             data_ranks=self.world.size,
             batch_size=self.config.batch_size,
             total_steps=self.total_steps,
-            find_blocks=self.blocks,
+            steps_per_epoch=self.feed.steps_per_epoch,
+            find_blocks=block_finder(self.blocks, self.config.blocks),
+            shares=self.feed.shares,
+            project_dir=None if self.config.run.dir is None else Path(self.config.run.dir),
+            evaluates=self.feed.evaluates,
+            training_forwards=partial(training_forwards, self) if self.feed.can_begin_anew else None,
+            undisturbed=partial(undisturbed, self),
             strategies=dict(self.resolved.names),
         )
-
-    def _build_optimizers(self) -> dict[str, Any]:
-        own = type(self).build_optimizer is not Trainer.build_optimizer
-        make = self.plan.optimizer(self.build_optimizer if own else None)
-        optimizers = {name: make(part) for name, part in self.parts().items()}
-        for optimizer in optimizers.values() if own else ():
-            check_own_optimizer(optimizer, self.model, type(self).train_step is not Trainer.train_step)
-        return optimizers
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer" and "optimizers" in vars(self):
@@ -250,25 +253,6 @@ class Trainer:
                 "step_part(name, compute_loss, batch) or self.optimizers[name]."
             )
         raise AttributeError(f"{type(self).__name__} has no attribute '{name}'")
-
-    def _task(self) -> Task:
-        given = type(self)
-        apart = given.compute_loss is Trainer.compute_loss
-        measures = given.metrics is not Trainer.metrics and given.evaluate is Trainer.evaluate
-        if measures and given.loss is Trainer.loss:
-            raise ConfigError(
-                f"{given.__name__} gives metrics(output, batch), but no loss(output, batch), so an evaluation has no output "
-                "to measure; give loss (and inputs), or call self.log(name, value) in compute_loss."
-            )
-        return Task(
-            model=self.model,
-            compute_loss=self.compute_loss,
-            count=None if given.count is Trainer.count else self.count,
-            inputs=self.inputs if apart else None,
-            loss=self.loss if apart else None,
-            cut=None if given.split is Trainer.split else self.split,
-            whole_batch_loss=self.whole_batch_loss,
-        )
 
     def evaluating(self) -> AbstractContextManager[Any]:
         """Around an evaluation of your own: strategies swap in what they evaluate with."""

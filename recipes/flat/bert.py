@@ -10,6 +10,7 @@ import argparse
 import math
 import time
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -78,6 +79,14 @@ def learning_rate(step: int, config: Config) -> float:
     return config.lr * factor
 
 
+def groups(model: nn.Module, weight_decay: float) -> list[dict[str, Any]]:
+    """Matrices decay; embeddings (and the head that is tied to one), norms and biases do not."""
+    embeddings = {id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)}
+    decays = [p for p in model.parameters() if p.dim() > 1 and id(p) not in embeddings]
+    rest = [p for p in model.parameters() if p.dim() <= 1 or id(p) in embeddings]
+    return [{"params": rest, "weight_decay": 0.0}, {"params": decays, "weight_decay": weight_decay}]
+
+
 def build_model(text: Corpus, config: Config) -> BertForMaskedLM:
     """The model. Its vocabulary is rounded up to a multiple of 64, which matrix kernels like."""
     return BertForMaskedLM(
@@ -103,12 +112,7 @@ def train(steps: int | None = None, config: Config | None = None, log_every: int
     torch.manual_seed(config.seed)
     model = build_model(text, config).to(device)
     optimizer = torch.optim.AdamW(
-        model.parameters(),
-        lr=config.lr,
-        betas=config.betas,
-        eps=config.eps,
-        weight_decay=config.weight_decay,
-        fused=True,
+        groups(model, config.weight_decay), lr=config.lr, betas=config.betas, eps=config.eps, fused=True
     )
     torch.manual_seed(config.seed)
 
@@ -131,7 +135,7 @@ def train(steps: int | None = None, config: Config | None = None, log_every: int
                 group["lr"] = learning_rate(step, config)
             loss, _ = loss_of(model, batch, config.bf16)
             loss.backward()
-            nn.utils.clip_grad_norm_(model.parameters(), config.max_norm)
+            nn.utils.clip_grad_norm_([p for g in optimizer.param_groups for p in g["params"]], config.max_norm)
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
             losses.append(loss.item())

@@ -35,15 +35,20 @@ def one_cycle(step: int, total: int, warmup: float = 0.2, start: float = 25.0, e
     return last + (1 - last) * 0.5 * (1 + math.cos(math.pi * progress))
 
 
+def groups(model: Any) -> list[dict[str, Any]]:
+    """Matrices and kernels decay; norms and biases do not."""
+    decays = [p for p in model.parameters() if p.dim() > 1]
+    rest = [p for p in model.parameters() if p.dim() <= 1]
+    return [{"params": decays, "weight_decay": WEIGHT_DECAY}, {"params": rest, "weight_decay": 0.0}]
+
+
 def train(steps: int, seed: int = SEED, norm: str = "batch", width: int = 32) -> tuple[Any, list[float]]:
     """Train for `steps` steps; returns the model and the loss of each step."""
     device = "cuda" if torch.cuda.is_available() else "cpu"
     images, labels = digits(shift=0).train
     torch.manual_seed(seed)
     model = build_resnet("resnet8", num_classes=10, channels=1, stem="small", norm=norm, width=width).to(device)
-    optimizer = torch.optim.SGD(
-        model.parameters(), lr=LEARNING_RATE, momentum=MOMENTUM, weight_decay=WEIGHT_DECAY, nesterov=True, fused=True
-    )
+    optimizer = torch.optim.SGD(groups(model), lr=LEARNING_RATE, momentum=MOMENTUM, nesterov=True, fused=True)
     torch.manual_seed(seed)
     losses = []
     step, epoch = 0, 0

@@ -6,18 +6,15 @@ from __future__ import annotations
 
 import sys
 import uuid
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
 import yaml
 from omegaconf import OmegaConf
 
-from fasttrain import registry
 from fasttrain.config import Resolved, check, from_keywords, load
-from fasttrain.core.strategy import Strategy
 from fasttrain.errors import EXIT_WRONG_REQUEST, ConfigErrors
-from fasttrain.registry import register
+from fasttrain.strategies.weight_averaging import EmaConfig
 
 TRAINER = """
 from dataclasses import dataclass, field
@@ -50,16 +47,6 @@ class Demanding:
 """
 
 
-@dataclass(frozen=True, kw_only=True)
-class EmaConfig:
-    decay: float = 0.99
-    every: int = 1
-
-
-class Ema(Strategy):
-    Config = EmaConfig
-
-
 @pytest.fixture
 def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Loads YAML text, with overrides, for a trainer that is imported from the current directory."""
@@ -67,8 +54,6 @@ def study(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     (tmp_path / f"{module}.py").write_text(TRAINER)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setattr(registry, "_registered", {})
-    register("weight_averaging", "ema")(Ema)
 
     def read(text: str = "", *overrides: str, trainer: str = "Study", batch_size: str = "batch_size: 8\n") -> Resolved:
         Path("config.yaml").write_text(f"trainer: {module}:{trainer}\n{batch_size}{text}")

@@ -90,6 +90,7 @@ class CompiledInPlace(Mlp):
 WAYS: dict[str, tuple[type[Mlp], dict[str, Any]]] = {
     "plain": (Plain, {}),
     "compiled blocks": (Plain, {"compile": EAGER}),
+    "compiled model": (Plain, {"compile": {**EAGER, "name": "model"}}),
     "compiled and checkpointed": (Plain, {"compile": EAGER, "activation_checkpointing": "full"}),
     "checkpointed": (Plain, {"activation_checkpointing": "full"}),
     "bf16, compiled": (Plain, {"compile": EAGER, "precision": "bf16"}),
@@ -153,7 +154,7 @@ def test_PREFIX_1_the_model_itself_keeps_its_names(way):
 def test_PREFIX_1_a_run_is_taken_up_with_and_without_compiling(saved, of):
     _, folder = saved(of)
     ends = []
-    for way in ("plain", "compiled blocks", "one block by hand", "the whole model by hand"):
+    for way in ("plain", "compiled blocks", "compiled model", "one block by hand", "the whole model by hand"):
         cls, settings = WAYS[way]
         trainer = cls(**{**settings_in(folder, "none", steps=4), "run": {"dir": None}}, **settings)
         trainer.restore(folder / "checkpoints" / "step-2")

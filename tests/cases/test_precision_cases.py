@@ -13,7 +13,7 @@ from torch.nn import functional as F
 
 from fasttrain import ConfigError, Data, Trainer
 from fasttrain.checkpoint import newest
-from tests.helpers import QUIET, Mlp, Recorder, Weight, largest_difference, points, state
+from tests.helpers import QUIET, Mlp, Recorder, Weight, by_dimension, largest_difference, points, state
 
 OPTIMIZERS = [{"name": n, "lr": 0.1, "fused": fused} for n in ("sgd", "adamw") for fused in (True, False)]
 
@@ -309,7 +309,7 @@ def test_FUSED_1_equals_torchs_own_scaler_and_clipping():
     trainer.fit()
     torch.manual_seed(0)
     model, (x, y) = nn.Linear(8, 4), points()
-    plain = torch.optim.AdamW(model.parameters(), lr=0.01, fused=False)
+    plain = torch.optim.AdamW(by_dimension(model), lr=0.01, fused=False)
     scaler = torch.amp.GradScaler("cpu", init_scale=256.0)
     for _ in range(3):
         with torch.autocast("cpu", torch.float16):

@@ -168,6 +168,7 @@ def test_LR_COUNT_3_steps_after_a_refused_one_are_those_of_torchs_own_scaler(opt
         def build_data(self):
             return Data(train=points(), shuffle=False)
 
+    optimizer = {**optimizer, "decay_norms": True}
     trainer = Whole(batch_size=24, steps=4, optimizer=optimizer, precision="fp16", schedule="linear", **QUIET)
     trainer.fit()
     torch.manual_seed(0)

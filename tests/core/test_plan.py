@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 from contextlib import contextmanager
+from dataclasses import dataclass
 
 import pytest
 import torch
 
-from fasttrain import ConfigError
+from fasttrain import ConfigError, Data, registry
 from fasttrain.core.plan import Nest, Plan, bind, explain
 from fasttrain.core.slots import SLOTS
-from fasttrain.core.strategy import FOLD, NEST, NO_CONTEXT, ORDER, VERBS, Context, Strategy, acts_on
+from fasttrain.core.strategy import (
+    BESIDE,
+    FOLD,
+    NEST,
+    NO_CONTEXT,
+    ORDER,
+    VERBS,
+    Clash,
+    Context,
+    Strategy,
+    acts_on,
+    conflicts,
+)
 from fasttrain.core.task import Task
 from fasttrain.errors import Conflict
-from fasttrain.registry import BUILT_IN, find
+from fasttrain.registry import BUILT_IN, find, register
 from fasttrain.strategies.accumulation import Microbatches, MicrobatchesConfig
 from fasttrain.strategies.gradient_clipping import Norm
 from fasttrain.strategies.optimizer import Sgd
 from fasttrain.strategies.precision import Bf16, Fp16
+from tests.helpers import Weight, points
 from tests.stack import Stack
 
 CONTEXT = Context(device=torch.device("cpu"), total_steps=3)
+
+# Lines that stand outside of the step, which `explain` leaves out.
 
 
 def strategy(in_slot, **verbs):
@@ -66,6 +82,56 @@ def test_model_and_optimizer_fold_once_in_slot_order():
     plan = Plan([strategy(slot, model=model, optimizer=optimizer) for slot in slots], CONTEXT)
     assert plan.model("m") == "optimizer(data_parallel(compile(m)))"
     assert plan.optimizer(None)("m") == "optimizer<data_parallel<compile<>>>"
+
+
+def test_the_loss_function_folds_once_and_every_caller_gets_it(monkeypatch):
+    def doubled(self, loss):
+        return lambda output, batch: (loss(output, batch) * 2, CALLED.append(self.slot))[0]
+
+    class Doubled(Strategy):
+        slot, name = "weight_averaging", "doubled"
+        loss = doubled
+
+    class Evaluated(Stack):
+        def build_data(self):
+            return Data(train=points(), evaluation=points(16, seed=4))
+
+    class Own(Evaluated):
+        """Its own compute_loss calls self.loss, as ours does."""
+
+        def compute_loss(self, batch):
+            return self.loss(self.model(batch[0]), batch)
+
+    CALLED = []
+    monkeypatch.setattr(registry, "_registered", {})
+    register("weight_averaging", "doubled")(Doubled)
+    for kind in (Evaluated, Own):
+        plain = kind(batch_size=8, steps=1, run={"dir": None})
+        trainer = kind(batch_size=8, steps=1, run={"dir": None}, weight_averaging="doubled")
+        batch = next(iter(trainer.feed.training(trainer.task, trainer.plan)))
+        assert CALLED == []
+        assert trainer.task.compute_loss(batch).item() == 2 * plain.task.compute_loss(batch).item()
+        assert CALLED == ["weight_averaging"]
+        assert trainer.evaluate()["loss"] == pytest.approx(2 * plain.evaluate()["loss"], rel=1e-6)
+        assert (trainer.task.loss is trainer.loss) == (kind is Evaluated)
+        CALLED.clear()
+
+
+def test_a_strategy_that_changes_the_loss_is_refused_where_there_is_none(monkeypatch):
+    class Weighs(Strategy):
+        slot, name = "weight_averaging", "weighs"
+
+        def loss(self, loss):
+            return loss
+
+    monkeypatch.setattr(registry, "_registered", {})
+    register("weight_averaging", "weighs")(Weighs)
+    with pytest.raises(ConfigError) as caught:
+        Weight(batch_size=2, steps=1, run={"dir": None}, weight_averaging="weighs")
+    assert str(caught.value) == (
+        "weight_averaging=weighs is set to change loss(output, batch), and Weight has none of its own, only "
+        "compute_loss(batch); give inputs(batch) and loss(output, batch) instead, or set weight_averaging.loss=false."
+    )
 
 
 def test_contexts_nest_and_are_left_in_reverse():
@@ -185,6 +251,7 @@ CALLS = {
     "dtypes": 0,  # asked by who builds the context, before there is a plan
     "model": 1,
     "optimizer": 1,
+    "loss": 1,
     "started": 1,
     "around": 1,
     # once a step
@@ -197,11 +264,19 @@ CALLS = {
     "microbatch": 6,
     "forward": 6,
     "scale": 6,
+    "apart": 3,
     # at log points: the last of the three steps
     "report": 1,
     "logged": 1,
+    # after the first step, at log points and at the end
+    "remarks": 3,
+    "summary": 1,
+    "ended": 1,
     # evaluation and checkpoints: there are none
+    "evaluated": 0,
     "evaluating": 0,
+    "saving": 0,
+    "left_out": 0,
     "state_dict": 0,
 }
 
@@ -209,9 +284,6 @@ CALLS = {
 @pytest.fixture
 def counted(monkeypatch):
     """A strategy that overrides every verb but forward_backward, and counts."""
-    from fasttrain import registry
-    from fasttrain.registry import register
-
     monkeypatch.setattr(registry, "_registered", {})
     calls = dict.fromkeys(CALLS, 0)
     events = []
@@ -248,8 +320,11 @@ def test_each_verb_is_called_as_often_as_the_documentation_says(counted):
         ("gradients",),
         ("update",),
         ("updated",),
+        ("apart",),
     ]
-    assert events == [("around",), ("model",), ("optimizer",), ("started",), *step * 3, ("report",), ("logged",)]
+    start = [("around",), ("model",), ("optimizer",), ("loss",), ("started",)]
+    end = [("report",), ("logged",), ("remarks",), ("remarks",), ("summary",), ("ended",)]
+    assert events == [*start, *step, ("remarks",), *step * 2, *end]
 
 
 def test_an_owner_of_forward_backward_is_called_once_a_step():
@@ -267,7 +342,62 @@ def test_an_owner_of_forward_backward_is_called_once_a_step():
     assert calls == [(2, [0.5, 0.5])] * 3
 
 
+# ---- what cannot live together
+
+
+class NeedsCompile(Strategy):
+    slot, name = "activation_checkpointing", "needs_compile"
+    clashes = (Clash(slot="compile", name="null", why="it acts in graphs.", instead="add compile=blocks."),)
+
+
+class Picky(Strategy):
+    """Has a limit under one of its settings only."""
+
+    slot, name = "optimizer", "picky"
+
+    @classmethod
+    def limits(cls, config):
+        return (Clash(slot="gradient_clipping", why="gradients are gone", instead="use null"),) if config else ()
+
+
+def test_a_plan_refuses_what_cannot_live_together_and_what_lacks_its_companion():
+    with pytest.raises(
+        Conflict, match="needs_compile cannot be used with compile=null: it acts in graphs; add compile="
+    ):
+        Plan([NeedsCompile(None, CONTEXT)], CONTEXT)
+    Plan([NeedsCompile(None, CONTEXT), strategy("compile")], CONTEXT)
+    Plan([Picky(False, CONTEXT), Norm(None, CONTEXT)], CONTEXT)
+    Plan([Picky(True, CONTEXT)], CONTEXT)
+    with pytest.raises(
+        Conflict, match="optimizer=picky cannot be used with gradient_clipping=norm: gradients are gone"
+    ):
+        Plan([Picky(True, CONTEXT), Norm(None, CONTEXT)], CONTEXT)
+
+
+def test_a_config_that_could_not_be_read_has_the_limits_of_its_class_alone():
+    assert conflicts({"optimizer": (Picky, None), "gradient_clipping": (Norm, None)}) == []
+    assert [slot for slot, _ in conflicts({"activation_checkpointing": (NeedsCompile, None)})] == [NeedsCompile.slot]
+
+
 # ---- explain
+
+
+def test_remarks_and_figures_of_strategies_are_gathered_by_slot():
+    told = ["one."]
+    speaks = strategy("compile", remarks=lambda self: [told.pop()] if told else [], summary=lambda self: {"graphs": 3})
+    plan = Plan([speaks, strategy("accumulation")], CONTEXT)
+    assert plan.remarks() == ["compile=made: one."]
+    assert plan.remarks() == []
+    assert plan.summary() == {"compile": {"graphs": 3}}
+
+
+def test_a_step_is_counted_apart_for_the_first_reason_and_not_asked_for_where_nobody_gives_one():
+    assert Plan([strategy("compile")], CONTEXT).apart is None
+    silent = strategy("accumulation", apart=lambda self: None)
+    late = strategy("optimizer", apart=lambda self: "later")
+    assert Plan([silent], CONTEXT).apart() is None
+    first = strategy("compile", apart=lambda self: "compilation")
+    assert Plan([late, silent, first], CONTEXT).apart() == "compilation"
 
 
 def test_explain_lists_who_acts_on_which_line():
@@ -279,7 +409,7 @@ def test_explain_lists_who_acts_on_which_line():
     assert told["split"] == ["accumulation=microbatches"]
     assert told["optimizer"] == ["optimizer=sgd"]
     assert told["around"] == []
-    assert list(told) == [verb for verb in VERBS if verb not in ("report", "logged", "state_dict")]
+    assert list(told) == [verb for verb in VERBS if verb not in BESIDE]
 
 
 def test_explain_names_every_built_in_strategy_somewhere():
@@ -288,7 +418,7 @@ def test_explain_names_every_built_in_strategy_somewhere():
         for name in table:
             kind = find(slot, name)
             lines = [verb for verb, acting in explain({slot: kind}) if acting == [f"{slot}={name}"]]
-            assert lines == [v for v in acts_on(kind) if v not in ("report", "logged", "state_dict")]
+            assert lines == [v for v in acts_on(kind) if v not in BESIDE]
             assert lines, f"{slot}={name} acts on nothing"
             explained += 1
     assert explained >= 19
@@ -327,3 +457,36 @@ def test_a_slot_that_does_not_exist_has_no_strategy():
     assert len(SLOTS) == 18
     with pytest.raises(ConfigError, match="there is no slot 'precison'; did you mean 'precision'"):
         find("precison", "bf16")
+
+
+# ---- what checkpoints leave out
+
+
+def test_a_checkpoint_leaves_out_what_any_strategy_names():
+    frozen = strategy("adapters", left_out=lambda self, model: {"a", "b"})
+    other = strategy("batch_norm", left_out=lambda self, model: {"b", "c"})
+    assert Plan([frozen, other], CONTEXT).left_out(None) == {"a", "b", "c"}
+    assert Plan([], CONTEXT).left_out(None) == set()
+
+
+def test_a_verb_that_has_nothing_to_do_under_its_settings_leaves_the_line_bare():
+    @dataclass(frozen=True, kw_only=True)
+    class Often:
+        often: bool = False
+
+    class Sometimes(Strategy):
+        slot, name = "gradient_clipping", "sometimes"
+        Config = Often
+
+        @classmethod
+        def idle(cls, config):
+            return () if config.often else ("microbatch",)
+
+        def microbatch(self, is_last):
+            return NO_CONTEXT
+
+    for often, acting in ((False, []), (True, ["gradient_clipping=sometimes"])):
+        plan = Plan([Sometimes(Often(often=often))], Context(device=torch.device("cpu")))
+        assert dict(plan.explain())["microbatch"] == acting
+        assert plan._bare is not often
+    assert acts_on(Sometimes) == ["microbatch"]

@@ -11,7 +11,7 @@ from fasttrain.trainer.session import Session
 from recipes.flat import bert as flat_bert
 from recipes.flat import resnet as flat_resnet
 from tests.commands import ROOT
-from tests.gpu.models import Rows
+from tests.gpu.models import Rows, step_bytes
 from tests.helpers import Recorder, largest_difference, state
 from tests.stack import Restless, setting
 
@@ -70,6 +70,24 @@ STEPS = {
     "nonfinite=raise": {"nonfinite": "raise"},
     "checkpointing": {"activation_checkpointing": "full"},
     "sgd": {"optimizer": "sgd", "nonfinite": "skip", "schedule": "one_cycle"},
+    "fp16, clipped by value, averaged": {
+        "precision": "fp16",
+        "gradient_clipping": "value",
+        "nonfinite": "skip",
+        "weight_averaging": {"name": "ema", "warmup": True, "every": 2},
+    },
+    "fp16, clipped adaptively, averaged alike": {
+        "precision": "fp16",
+        "gradient_clipping": "adaptive",
+        "nonfinite": "skip",
+        "weight_averaging": {"name": "swa", "start": 5},
+    },
+    "bf16_true, averaged": {"precision": "bf16_true", "nonfinite": "skip", "weight_averaging": "ema"},
+    "plateau": {"schedule": {"name": "plateau", "warmup": 5}, "nonfinite": "skip", "evaluate": {"every": 1000}},
+    "selective": {"activation_checkpointing": "selective", "precision": "bf16"},
+    "lora": {"adapters": "lora", "precision": "bf16"},
+    "qlora": {"adapters": "qlora", "precision": "bf16"},
+    "freeze": {"adapters": {"name": "freeze", "freeze": ["blocks.0"], "unfreeze": {"blocks.0": 10}}},
 }
 
 
@@ -109,19 +127,6 @@ def test_step_times_are_those_of_cuda_events():
         end.synchronize()
     assert figures["measured"]["steps"] == 20
     assert figures["measured"]["seconds"] == pytest.approx(begin.elapsed_time(end) / 1000, rel=0.05)
-
-
-def step_bytes(**settings):
-    """Peak bytes of a step above what lies in memory before it."""
-    trainer = Rows(batch_size=16384, steps=9, run={"dir": None}, optimizer="sgd", device="cuda", **settings)
-    batches = trainer.feed.training(trainer.task, trainer.plan)
-    trainer.train_step(next(batches))
-    batch = next(batches)
-    torch.cuda.synchronize()
-    before = torch.cuda.memory_allocated()
-    torch.cuda.reset_peak_memory_stats()
-    trainer.train_step(batch)
-    return torch.cuda.max_memory_allocated() - before
 
 
 def test_checkpointing_and_bf16_save_the_activations_they_say():

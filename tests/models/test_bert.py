@@ -13,10 +13,11 @@ from safetensors.torch import load_file, save_file
 
 from fasttrain.data.text import mask_tokens, masked_positions
 from fasttrain.errors import BatchError, CheckpointError, ConfigError
-from fasttrain.models.bert import Bert, BertForClassification, BertForMaskedLM
+from fasttrain.models.bert import Bert, BertForClassification, BertForMaskedLM, SelfAttention
 from fasttrain.models.bert_config import BertConfig
 from fasttrain.models.hugging_face_bert import config_from_hugging_face, load_hugging_face_bert
 from fasttrain.nn.blocks import find_blocks
+from fasttrain.nn.losses import linear_cross_entropy
 
 SMALL = BertConfig(vocabulary=50, width=24, layers=3, heads=4, feedforward=40, positions=16, dropout=0.0)
 
@@ -49,6 +50,46 @@ def test_each_model_gives_the_shape_it_documents():
     assert BertForMaskedLM(SMALL)(tokens).shape == (3, 10, 50)
     assert BertForMaskedLM(SMALL)(tokens, positions=torch.zeros(3, 2, dtype=torch.int64)).shape == (3, 2, 50)
     assert BertForClassification(SMALL, classes=7)(tokens).shape == (3, 7)
+
+
+@pytest.mark.parametrize("rows", [4096, 7])
+def test_with_labels_it_gives_the_loss_of_its_scores(rows, monkeypatch):
+    monkeypatch.setattr(linear_cross_entropy, "__defaults__", (*linear_cross_entropy.__defaults__[:-1], rows))
+    torch.manual_seed(0)
+    model, tokens = BertForMaskedLM(SMALL), tokens_of()
+    labels = tokens.masked_fill(torch.rand(tokens.shape) < 0.5, -100)
+    positions, kept = masked_positions(labels, multiple=1)
+    for more, target in (({}, labels), ({"positions": positions}, kept)):
+        gradients = []
+        for loss in (
+            F.cross_entropy(model(tokens, **more).flatten(0, 1), target.flatten()),
+            model(tokens, **more, labels=target),
+        ):
+            model.zero_grad()
+            loss.backward()
+            gradients.append([loss.detach(), *(p.grad.clone() for p in model.parameters())])
+        for one, other in zip(*gradients, strict=True):
+            assert torch.equal(one, other) if rows == 4096 else torch.allclose(one, other, rtol=1e-5, atol=1e-7)
+
+
+def test_an_output_layer_that_was_swapped_is_asked_for_the_scores():
+    class Doubled(torch.nn.Linear):
+        def forward(self, input):
+            return 2 * super().forward(input)
+
+    torch.manual_seed(0)
+    model, tokens = BertForMaskedLM(SMALL), tokens_of()
+    model.head.decoder.__class__ = Doubled
+    expected = F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+    assert torch.equal(model(tokens, labels=tokens), expected)
+
+
+def test_where_no_word_is_hidden_the_loss_is_no_number_and_moves_nothing():
+    model, tokens = BertForMaskedLM(SMALL), tokens_of()
+    loss = model(tokens, labels=torch.full_like(tokens, -100))
+    (loss * 0.0).backward()  # what a rank does that has nothing to count while the others have
+    assert torch.isnan(loss)
+    assert not any(p.grad.any() for p in model.parameters())
 
 
 def test_its_layers_are_the_blocks_that_checkpointing_and_sharding_find():
@@ -481,3 +522,14 @@ def test_the_file_is_left_as_it_was(tmp_path):
             parameter.zero_()
     kept = load_file(folder / "model.safetensors")
     assert all(torch.equal(tensor, hugging_face_weights()[name]) for name, tensor in kept.items())
+
+
+def test_under_autocast_the_three_projections_share_one_narrow_copy():
+    config = BertConfig(vocabulary=16, width=64, heads=2, layers=1, feedforward=64, dropout=0.0)
+    attention, x = SelfAttention(config), torch.randn(4, 32, 64, requires_grad=True)
+    kept = []
+    keep = torch.autograd.graph.saved_tensors_hooks(lambda t: kept.append(t) or t, lambda t: t)
+    with keep, torch.autocast("cpu", torch.bfloat16):
+        attention(x).sum()
+    inputs = {t.untyped_storage().data_ptr() for t in kept if t.shape == (4 * 32, 64) and t.dtype is torch.bfloat16}
+    assert len(inputs) == 2  # that of the projections, and what attention gave to the last product

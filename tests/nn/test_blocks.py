@@ -11,12 +11,12 @@ import torchvision.models
 from torch import nn
 
 from fasttrain import ConfigError
+from fasttrain.compiler.apply import compile_forwards
 from fasttrain.models.bert import Bert, BertForMaskedLM
 from fasttrain.models.bert_config import BertConfig
 from fasttrain.models.resnet import build_resnet
 from fasttrain.nn.blocks import find_blocks
 from fasttrain.nn.recompute import checkpoint_blocks
-from fasttrain.strategies.compile import BlocksConfig, compile_blocks
 from tests.stack import StackModel
 
 TINY = BertConfig(vocabulary=50, width=16, layers=3, heads=2, feedforward=32)
@@ -37,7 +37,7 @@ FOUND = {
     ),
     "swin_t": (
         torchvision.models.swin_t,
-        {"SwinTransformerBlock": 12, "PatchMerging": 3},
+        {"SwinTransformerBlock": 12},
         "features.1.0",
         "features.7.1",
     ),
@@ -89,16 +89,16 @@ def test_the_blocks_of_a_well_known_model_are_found(name):
         nn.Linear(2, 2),
         nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.Linear(2, 2)),
         nn.ModuleList([nn.MultiheadAttention(4, 2), nn.MultiheadAttention(4, 2)]),
-        StackModel(blocks=1),
+        nn.Sequential(nn.Sequential(nn.Linear(2, 4), nn.Linear(4, 2)), nn.Linear(2, 2)),
     ],
-    ids=["a layer", "plain layers", "layers of torch with parts", "one block"],
+    ids=["a layer", "plain layers", "layers of torch with parts", "one group"],
 )
 def test_a_model_with_nothing_repeated_says_what_to_write(model):
     with pytest.raises(ConfigError) as caught:
         find_blocks(model)
     assert str(caught.value) == (
         f"no repeated blocks were found in {type(model).__name__}; override blocks(model) in the Trainer and "
-        "return the modules to take as units."
+        "return the modules to take as units, or name them: blocks=[layer1.*, layer2.*]."
     )
 
 
@@ -106,6 +106,11 @@ def test_a_block_that_is_run_several_times_is_found_once():
     """ALBERT: one layer under every number."""
     model = StackModel(blocks=1)
     model.blocks = nn.ModuleList([model.blocks[0]] * 4)
+    assert find_blocks(model) == [model.blocks[0]]
+
+
+def test_the_only_layer_of_a_model_is_a_block():
+    model = StackModel(blocks=1)
     assert find_blocks(model) == [model.blocks[0]]
 
 
@@ -118,7 +123,7 @@ def test_a_copy_of_a_changed_model_computes_with_its_own_weights(change):
     if change != "compiled":
         checkpoint_blocks(find_blocks(model))
     if change != "checkpointed":
-        compile_blocks(find_blocks(model), BlocksConfig(backend="aot_eager"))
+        compile_forwards(find_blocks(model), backend="aot_eager")
     other = copy.deepcopy(model)
     with torch.no_grad():
         for parameter in model.parameters():

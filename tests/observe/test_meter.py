@@ -179,6 +179,26 @@ def test_evaluation_is_no_step_time_on_a_queueing_device(kind: str) -> None:
     assert clock.totals()["apart_s"]["evaluation"] == pytest.approx(3.0, rel=0.1)
 
 
+@pytest.mark.parametrize("kind", ["host", "events", "windows"])
+def test_a_step_that_compiles_is_counted_apart_and_in_no_average(kind: str) -> None:
+    device, clock = queued_clock(kind) if kind != "host" else (Device(now := Clock()), StepClock("cpu", now))
+    for step in range(1, 41):
+        compiles = step in (10, 11, 25)
+        device.submit(0.500 if compiles else 0.010)
+        if kind == "host":
+            device.wait()
+        clock.step(8, apart="compilation" if compiles else None)
+        if step % 20 == 0:
+            device.wait()
+            assert clock.window()["samples_per_s"] == pytest.approx(800, rel=0.05)
+    totals = clock.totals()
+    # The first step is the warm-up; of a window that is timed as a whole, what was before a step apart goes with it.
+    assert totals["measured"]["steps"] == (24 if kind == "windows" else 36)
+    assert totals["measured"]["samples"] == 8 * totals["measured"]["steps"]
+    assert totals["step_time_s"]["p95"] == pytest.approx(0.010, rel=0.1)
+    assert totals["apart_s"]["compilation"] == pytest.approx(1.5 + (0.12 if kind == "windows" else 0), rel=0.03)
+
+
 def test_a_pause_that_is_never_ended_or_begun_is_refused() -> None:
     clock = StepClock("cpu", Clock())
     with pytest.raises(RuntimeError, match=r"call pause\(\) before"):

@@ -53,7 +53,9 @@ def test_progress_1_a_file_holds_a_line_a_log_point_and_a_start_and_an_end(tmp_p
     assert content.count(b"\x1b") == 0
     lines = content.decode("ascii").splitlines()
     assert len(lines) == 12
-    assert lines[0].startswith("start digits/one: 11.2 M parameters on cpu, 1 rank, batch 8, 100 steps")
+    assert lines[0].startswith(
+        "start digits/one: ResNet, 11.2 M parameters, 8 BasicBlock, on cpu, 1 rank, batch 8, 100 steps"
+    )
     assert [line.split()[1] for line in lines[1:-1]] == [f"{step}/100" for step in range(10, 101, 10)]
     assert lines[-1].startswith("end done: step 100  loss 0.0100  evaluation accuracy 0.7500  ")
 
@@ -103,6 +105,14 @@ def test_evaluations_and_saves_are_told_on_the_next_line() -> None:
     assert "evaluation at step 50: accuracy 0.5000 | saved step 50" in lines[6].replace("  |", " |")
     assert "saved step 100" in lines[-1]
     assert not any("evaluation" in line for line in lines[1:6])
+
+
+def test_a_remark_is_a_line_of_its_own_at_once() -> None:
+    stream = io.StringIO()
+    progress = PlainProgress(stream)
+    progress.started(run_info())
+    progress.remarked({"step": 3, "text": "compile=blocks: 2 graph breaks."})
+    assert stream.getvalue().splitlines()[1:] == ["step 3: compile=blocks: 2 graph breaks."]
 
 
 def test_frequent_log_points_give_twenty_lines_and_then_one_a_second_and_the_last() -> None:
@@ -165,3 +175,15 @@ def test_of_many_evaluations_between_two_log_points_the_last_is_told() -> None:
     line = stream.getvalue().splitlines()[-1]
     assert line.endswith("| evaluation at step 9: accuracy 0.9000  | saved step 9")
     assert line.count("|") == 2
+
+
+def test_the_head_says_how_much_of_a_model_trains_and_the_end_why_a_run_stopped() -> None:
+    stream = io.StringIO()
+    observer = PlainProgress(stream, Clock())
+    observer.started(run_info(trainable=149_000))
+    observer.stepped(record(10, lr=[0.02, 1e-4, 0.015, 0.01]))
+    observer.finished({"status": "stopped", "reason": "SIGTERM", "steps": 10, "final_loss": 0.1})
+    head, step, end = stream.getvalue().splitlines()
+    assert head.startswith("start digits/one: ResNet, 11.2 M parameters (149 k train), 8 BasicBlock, on cpu")
+    assert "  lr 1.00e-04..2.00e-02  " in step
+    assert end.startswith("end stopped (SIGTERM): step 10  loss 0.1000")

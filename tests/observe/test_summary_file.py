@@ -73,6 +73,18 @@ def test_the_final_summary_holds_what_the_trainer_gave_and_every_key(tmp_path: P
     assert set(summary_file.KEYS) == WANTED
 
 
+def test_remarks_are_kept_at_once_and_stay_to_the_end(tmp_path: Path) -> None:
+    summary = SummaryFile()
+    summary.started(run_info(tmp_path))
+    assert read(tmp_path)["remarks"] == []
+    remarks = [{"step": 3, "text": "two graph breaks"}, {"step": 9, "text": "slower than eager"}]
+    for remark in remarks:
+        summary.remarked(remark)
+    assert read(tmp_path)["remarks"] == remarks
+    summary.finished({"status": "done"})
+    assert read(tmp_path)["remarks"] == remarks
+
+
 def test_a_failed_run_says_why(tmp_path: Path) -> None:
     observer = begun(tmp_path, Clock())
     try:

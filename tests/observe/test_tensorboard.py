@@ -139,6 +139,15 @@ def test_histograms_count_their_finite_values(tmp_path: Path) -> None:
     assert events(tmp_path).Tags()["histograms"] == ["train/weights"]
 
 
+def test_remarks_are_there_as_text_at_their_step(tmp_path: Path) -> None:
+    board = TensorBoard()
+    board.started(run_info(tmp_path))
+    board.remarked({"step": 3, "text": "two graph breaks"})
+    board.finished({})
+    (event,) = events(tmp_path).Tensors("remarks/text_summary")
+    assert (event.step, event.tensor_proto.string_val[0]) == (3, b"two graph breaks")
+
+
 def test_a_failed_run_closes_its_file(tmp_path: Path) -> None:
     observer = TensorBoard()
     observer.started(run_info(tmp_path))

@@ -15,7 +15,15 @@ from fasttrain.models.bert_config import BertConfig
 from fasttrain.models.resnet import build_resnet
 from fasttrain.nn.blocks import find_blocks
 from fasttrain.nn.recompute import checkpoint_blocks
-from fasttrain.strategies.activation_checkpointing import Full, FullConfig
+from fasttrain.nn.selective import PRESETS as PRESETS_OF_TORCH
+from fasttrain.strategies.activation_checkpointing import (
+    PRESETS,
+    BudgetConfig,
+    Full,
+    FullConfig,
+    Selective,
+    SelectiveConfig,
+)
 from tests.helpers import QUIET, largest_difference, points, state
 from tests.stack import Restless, Stack, StackModel, gradients
 
@@ -369,3 +377,114 @@ def test_the_strategy_can_be_used_without_a_trainer():
     calls = counted_forwards(model)
     model(points()[0]).sum().backward()
     assert calls == [0, 1, 1, 0]
+
+
+# ---- selective and budget
+
+
+def test_selective_recomputes_norms_and_keeps_products_of_the_named_blocks():
+    class Named(Stack):
+        def blocks(self, model):
+            return [model.blocks[1]]
+
+    setting = {"name": "selective", "keep": "matmuls"}
+    trainer = Named(batch_size=24, steps=1, activation_checkpointing=setting, **QUIET)
+    calls = counted_forwards(trainer.model)
+    x = points()[0]
+    plain, rest = flops(StackModel(), x), flops(trainer.model, x)
+    assert plain == rest
+    assert calls == [0, 1, 1]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "told"),
+    [
+        ({"every": 0}, "activation_checkpointing.every=0 must be 1 or more."),
+        ({"flops_per_byte": -1.0}, "activation_checkpointing.flops_per_byte=-1.0 must be a number from 0 on; "),
+        ({"flops_per_byte": float("nan")}, "activation_checkpointing.flops_per_byte=nan must be a number from 0 on; "),
+        ({"keep": ()}, "activation_checkpointing.keep=[] keeps nothing; use activation_checkpointing=full"),
+        (
+            {"keep": "matmul"},
+            "activation_checkpointing.keep: 'matmul' is no group of operations; did you mean 'matmuls'?",
+        ),
+    ],
+)
+def test_wrong_settings_of_selective_are_refused_without_torch(wrong, told):
+    with pytest.raises(ConfigError) as caught:
+        SelectiveConfig(**wrong)
+    assert str(caught.value).startswith(told)
+
+
+def test_a_wrong_operation_is_refused_before_the_first_step():
+    with pytest.raises(ConfigError) as caught:
+        Stack(
+            batch_size=8,
+            activation_checkpointing={"name": "selective", "keep": ["attention", "aten.convolutoin"]},
+            **QUIET,
+        )
+    assert str(caught.value) == (
+        "activation_checkpointing.keep: there is no operation 'aten.convolutoin'; did you mean 'aten.convolution'?"
+    )
+
+
+def test_the_groups_of_operations_are_known_with_and_without_torch():
+    assert sorted(PRESETS_OF_TORCH) == list(PRESETS)
+
+
+@pytest.mark.parametrize("setting", ["selective", {"name": "selective", "keep": ["matmuls"], "every": 2}])
+def test_selective_training_keeps_its_bits_with_microbatches_dropout_and_batch_norm(setting):
+    results = []
+    for checkpointing in (None, setting):
+        accumulation = {"name": "microbatches", "num": 2}
+        trainer = Restless(
+            batch_size=8, steps=5, accumulation=accumulation, activation_checkpointing=checkpointing, **QUIET
+        )
+        trainer.fit()
+        results.append(state(trainer))
+    assert largest_difference(*results) == 0.0
+
+
+@pytest.mark.parametrize("name", ["selective", "full"])
+def test_the_whole_model_as_one_block_is_refused_by_name(name):
+    class Whole(Stack):
+        def blocks(self, model):
+            return [model]
+
+    with pytest.raises(ConfigError, match=f"activation_checkpointing={name} around the whole model saves nothing"):
+        Whole(batch_size=8, activation_checkpointing=name, **QUIET)
+
+
+def test_selective_can_be_used_without_a_trainer():
+    model = StackModel()
+    names = list(model.state_dict())
+    strategy = Selective(SelectiveConfig(keep="aten.addmm"), Context(device=torch.device("cpu")))
+    assert strategy.model(model) is model
+    assert list(model.state_dict()) == names
+
+
+def test_a_budget_needs_the_compiler():
+    with pytest.raises(ConfigError) as caught:
+        Stack(batch_size=8, activation_checkpointing="budget", **QUIET)
+    assert (
+        "activation_checkpointing=budget cannot be used with compile=null: the compiler is what plans the recomputation; "
+        "use compile=blocks, or activation_checkpointing=selective, which works without"
+    ) in str(caught.value)
+    with pytest.raises(ConfigError, match=r"activation_checkpointing\.budget=1\.5 must be from 0 to 1"):
+        BudgetConfig(budget=1.5)
+
+
+COMPILED = {"name": "blocks", "backend": "aot_eager"}
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
+@pytest.mark.parametrize(
+    "setting", [{"name": "budget", "budget": 0.0}, "selective", {"name": "selective", "keep": "matmuls"}]
+)
+def test_compiled_training_is_eager_training(setting):
+    torch.compiler.reset()
+    results = []
+    for slots in ({}, {"activation_checkpointing": setting, "compile": COMPILED}):
+        trainer = Stack(batch_size=8, steps=4, optimizer="sgd", **slots, **QUIET)
+        trainer.fit()
+        results.append(state(trainer))
+    assert largest_difference(*results) < 1e-6

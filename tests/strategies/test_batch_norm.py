@@ -1,4 +1,4 @@
-"""batch_norm=sync against torch's batch norm on one process that sees the whole batch."""
+"""batch_norm: frozen to the bit, and sync against torch's batch norm on one process that sees the whole batch."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from timm.layers import BatchNormAct2d
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
@@ -20,7 +21,10 @@ from fasttrain.nn.recompute import checkpoint_blocks
 from fasttrain.nn.sync_batch_norm import SyncBatchNorm, synchronise_batch_norm
 from fasttrain.strategies.batch_norm import Sync
 from fasttrain.strategies.data_parallel import Ddp
+from tests.helpers import QUIET
+from tests.helpers import state as copy_of_state
 from tests.ranks import run_ranks
+from tests.stack import NormedPictures, Stack
 
 CPU = torch.device("cpu")
 # Shares of 12 samples by rank: two even, three uneven, three of which one has none.
@@ -36,6 +40,7 @@ LAYERS: dict[str, tuple[Any, dict[str, Any], tuple[int, ...]]] = {
     "momentum None": (nn.BatchNorm2d, {"momentum": None}, (5, 4, 3)),
     "without running statistics": (nn.BatchNorm2d, {"track_running_stats": False}, (5, 4, 3)),
     "channels last": (nn.BatchNorm2d, {}, (5, 4, 3)),
+    "with an activation": (BatchNormAct2d, {"act_layer": nn.SiLU}, (5, 4, 3)),
 }
 
 
@@ -360,3 +365,50 @@ def test_one_rank_keeps_torchs_batch_norm() -> None:
     model = nn.Sequential(nn.BatchNorm1d(2))
     assert Plan([Sync()], Context(device=CPU)).model(model) is model
     assert type(model[0]) is nn.BatchNorm1d
+
+
+# ---- frozen
+
+
+def frozen_run(**given):
+    trainer = NormedPictures(batch_size=8, steps=3, **QUIET, batch_norm={"name": "frozen", **given})
+    for norm in norms_of(trainer.model):  # as of a pretrained model
+        norm.running_mean.normal_()
+        norm.running_var.uniform_(0.5, 2.0)
+    before = copy_of_state(trainer)
+    trainer.fit()
+    return trainer, {name for name, value in copy_of_state(trainer).items() if not torch.equal(value, before[name])}
+
+
+def norms_of(model):
+    return [module for module in model.modules() if isinstance(module, nn.BatchNorm1d)]
+
+
+def test_frozen_norms_keep_the_bits_of_their_statistics_scale_and_shift():
+    trainer, changed = frozen_run()
+    assert len(norms_of(trainer.model)) == 2
+    assert {name for name in trainer.model.state_dict() if "norm" in name} & changed == set()
+    assert len(changed) == 12  # all else
+
+
+def test_scale_and_shift_of_frozen_norms_train_where_that_is_asked_for():
+    _, changed = frozen_run(affine=True)
+    assert {name for name in changed if "norm" in name} == {
+        f"blocks.{i}.norm.{p}" for i in (0, 1) for p in ("weight", "bias")
+    }
+
+
+def test_frozen_norms_compute_in_training_what_they_do_in_evaluation():
+    trainer, _ = frozen_run()
+    x = torch.randn(8, 2, 2, 2)
+    model = trainer.model.train()
+    assert model.training
+    whole, halves = model(x), torch.cat([model(x[:4]), model(x[4:])])
+    assert torch.allclose(whole, halves, atol=1e-6)
+    assert torch.equal(whole, model.eval()(x))
+    assert torch.equal(copy.deepcopy(model).train()(x), whole)
+
+
+def test_freezing_norms_where_there_are_none_is_refused():
+    with pytest.raises(ConfigError, match=r"batch_norm=frozen: StackModel has no norm.*use batch_norm=null"):
+        Stack(batch_size=8, steps=1, batch_norm="frozen", **QUIET)

@@ -7,47 +7,25 @@ import logging
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.registry import lookup_backend
 from torch.nn import functional as F
 
 from fasttrain import ConfigError, Data, lazy
+from fasttrain.compiler.apply import compile_forwards
 from fasttrain.models.bert import Bert
 from fasttrain.models.bert_config import BertConfig
 from fasttrain.models.resnet import build_resnet
 from fasttrain.nn.blocks import find_blocks
 from fasttrain.nn.recompute import checkpoint_blocks
-from fasttrain.strategies.compile import BlocksConfig, compile_blocks
+from fasttrain.strategies.compile import CompileConfig
+from tests.compiler.counting import GRAPHS, fresh_compiler  # noqa: F401
 from tests.helpers import QUIET, Recorder, largest_difference, points, state
 from tests.stack import Restless, Stack, StackModel, gradients
 
 # dynamo looks at it and hides the warning by itself, but not where warnings are errors. torch 2.14.1.
 pytestmark = pytest.mark.filterwarnings("ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning")
-GRAPHS: list[torch.fx.GraphModule] = []
 
 
-def counting(graph, inputs):
-    """aot_eager, writing down each graph it is given."""
-    GRAPHS.append(graph)
-    return lookup_backend("aot_eager")(graph, inputs)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def backend():
-    torch._dynamo.register_backend(counting, name="counting")
-
-
-@pytest.fixture(autouse=True)
-def afresh():
-    config = torch._dynamo.config
-    limits = config.recompile_limit, config.accumulated_recompile_limit
-    config.recompile_limit, config.accumulated_recompile_limit = 8, 256  # torch's own, whatever ran before
-    torch.compiler.reset()
-    GRAPHS.clear()
-    yield
-    config.recompile_limit, config.accumulated_recompile_limit = limits
-
-
-COUNTING = BlocksConfig(backend="counting")
+COUNTING = {"backend": "counting"}
 SETTING = {"name": "blocks", "backend": "counting"}
 
 
@@ -64,7 +42,7 @@ def test_blocks_of_one_class_share_a_graph():
     plain, model = StackModel(blocks=5), StackModel(blocks=5)
     model.load_state_dict(plain.state_dict())
     names = list(model.state_dict())
-    assert compile_blocks(model.blocks, COUNTING) == 5
+    assert len(compile_forwards(model.blocks, **COUNTING).modules) == 5
     assert list(model.state_dict()) == names
     x, _ = points()
     for _ in range(3):
@@ -74,7 +52,7 @@ def test_blocks_of_one_class_share_a_graph():
 
 def test_a_bert_is_one_graph_whatever_its_depth():
     model = Bert(BertConfig(vocabulary=50, width=16, layers=6, heads=2, feedforward=32, dropout=0.0), pooler=False)
-    compile_blocks(find_blocks(model), COUNTING)
+    compile_forwards(find_blocks(model), **COUNTING)
     model(torch.randint(50, (2, 12))).sum().backward()
     assert len(GRAPHS) == 1
 
@@ -84,7 +62,7 @@ def test_blocks_whose_shapes_differ_have_a_graph_each():
     model = build_resnet("resnet8", num_classes=3, stem="small", width=8)
     plain = build_resnet("resnet8", num_classes=3, stem="small", width=8)
     plain.load_state_dict(model.state_dict())
-    compile_blocks(find_blocks(model), COUNTING)
+    compile_forwards(find_blocks(model), **COUNTING)
     x = torch.randn(4, 3, 8, 8)
     assert largest_difference(grads_of(model, x), grads_of(plain, x)) < 1e-6
     assert largest_difference(model.state_dict(), plain.state_dict()) < 1e-6  # running statistics
@@ -109,7 +87,7 @@ def test_training_evaluation_and_a_short_last_batch_are_all_compiled(caplog, rec
     model = Kinds()
     if recomputed:
         checkpoint_blocks(model.blocks)
-    compile_blocks(model.blocks, COUNTING)
+    compile_forwards(model.blocks, **COUNTING)
     x = torch.randn(8, 12)
     with caplog.at_level(logging.WARNING, logger="torch._dynamo"):
         for _ in range(2):
@@ -124,17 +102,6 @@ def test_training_evaluation_and_a_short_last_batch_are_all_compiled(caplog, rec
     assert trained == 10
     assert len(GRAPHS) == 15
     assert "recompile_limit" not in caplog.text
-
-
-def test_the_limit_of_graphs_is_raised_and_never_lowered():
-    config = torch._dynamo.config
-    assert config.recompile_limit == 8
-    compile_blocks(StackModel(blocks=1).blocks, COUNTING)
-    assert config.recompile_limit == 8
-    compile_blocks(StackModel(blocks=40).blocks, COUNTING)
-    assert (config.recompile_limit, config.accumulated_recompile_limit) == (320, 320)
-    compile_blocks(StackModel(blocks=2).blocks, COUNTING)
-    assert config.recompile_limit == 320
 
 
 def test_a_short_last_batch_costs_one_graph_and_drops_no_sample():
@@ -158,7 +125,7 @@ def test_a_short_last_batch_costs_one_graph_and_drops_no_sample():
 def test_after_the_second_size_every_size_takes_the_same_graph():
     torch.manual_seed(0)
     model = StackModel()
-    compile_blocks(model.blocks, COUNTING)
+    compile_forwards(model.blocks, **COUNTING)
     made = []
     for size in (8, 5, 7, 3, 12):
         model(points()[0][:size]).sum().backward()
@@ -178,7 +145,7 @@ def test_checkpointed_blocks_are_really_compiled_and_recomputed():
     plain, model = StackModel(blocks=3), StackModel(blocks=3)
     model.load_state_dict(plain.state_dict())
     checkpoint_blocks(model.blocks)
-    compile_blocks(model.blocks, COUNTING)
+    compile_forwards(model.blocks, **COUNTING)
     x, _ = points()
     assert largest_difference(grads_of(model, x), grads_of(plain, x)) < 1e-6
     assert len(GRAPHS) == 1
@@ -220,7 +187,7 @@ def test_statistics_of_batch_norm_move_once_under_both():
         model = StackModel(nn.BatchNorm1d)
         if compiled:
             checkpoint_blocks(model.blocks)
-            compile_blocks(model.blocks, COUNTING)
+            compile_forwards(model.blocks, **COUNTING)
         model(points()[0]).sum().backward()
         results.append(dict(model.named_buffers()))
     assert len(GRAPHS) == 1
@@ -235,7 +202,7 @@ def test_the_mask_of_a_compiled_and_recomputed_dropout_is_the_same_in_forward_an
 
     block = Dropped()
     checkpoint_blocks([block])
-    compile_blocks([block], COUNTING)
+    compile_forwards([block], **COUNTING)
     x = torch.ones(1000, requires_grad=True)
     output = block(x)
     torch.rand(17)
@@ -271,8 +238,8 @@ def test_only_what_the_trainer_names_as_blocks_is_compiled():
 def test_settings_reach_torch_compile(monkeypatch):
     seen = []
     monkeypatch.setattr(lazy.torch, "compile", lambda function, **settings: seen.append(settings) or function)
-    compile_blocks(StackModel(blocks=1).blocks, BlocksConfig())
-    compile_blocks(StackModel(blocks=1).blocks, BlocksConfig(mode="max-autotune", fullgraph=True, dynamic=False))
+    compile_forwards(StackModel(blocks=1).blocks)
+    compile_forwards(StackModel(blocks=1).blocks, mode="max-autotune", fullgraph=True, dynamic=False)
     assert seen == [
         {"backend": "inductor", "fullgraph": False, "dynamic": None},
         {"backend": "inductor", "mode": "max-autotune", "fullgraph": True, "dynamic": False},
@@ -292,12 +259,12 @@ def test_fullgraph_refuses_a_break_in_a_block_and_without_it_the_parts_are_compi
 
     x, _ = points()
     block = Breaks()
-    compile_blocks([block], COUNTING)
+    compile_forwards([block], **COUNTING)
     block(x).sum().backward()
     assert len(GRAPHS) == 2
     torch.compiler.reset()  # or the parts would be taken from before
     block = Breaks()
-    compile_blocks([block], BlocksConfig(backend="counting", fullgraph=True))
+    compile_forwards([block], backend="counting", fullgraph=True)
     with pytest.raises(torch._dynamo.exc.Unsupported):
         block(x)
 
@@ -324,3 +291,68 @@ def test_inductor_trains_as_eager_code_does():
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= 1
     assert largest_difference(results[0][0], results[1][0]) < 1e-5
     assert results[0][1] == pytest.approx(results[1][1], rel=1e-5)
+
+
+def test_an_error_of_the_compiler_says_how_to_train_without_and_where_compiled_code_is_kept(monkeypatch, tmp_path):
+    import torch._inductor.compile_fx as inductor
+
+    def fails(*_, **__):
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(inductor, "compile_fx", fails)
+    torch.compiler.reset()
+    watcher = Recorder()
+    trainer = Stack(batch_size=8, steps=1, compile="blocks", run={"dir": str(tmp_path)}, observers=[watcher])
+    with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
+        trainer.fit()
+    (note,) = caught.value.__notes__
+    assert note.startswith("compile=blocks failed; to train without it: compile=null. What was compiled is kept in ")
+    assert f"{tmp_path}/.compile/torch" in note
+    assert watcher.error is caught.value
+
+
+def test_errors_of_the_model_get_no_advice_on_compiling():
+    class Fails(Stack):
+        def compute_loss(self, batch):
+            raise ValueError("planted")
+
+    with pytest.raises(ValueError, match="planted") as caught:
+        Fails(batch_size=8, steps=1, compile={"name": "blocks", "backend": "aot_eager"}, **QUIET).fit()
+    assert not hasattr(caught.value, "__notes__")
+
+
+@pytest.mark.parametrize("setting", [{"cache": "false"}, {"artifacts": "true"}])
+def test_a_path_that_reads_like_a_switch_is_refused(setting):
+    (name,) = setting
+    with pytest.raises(
+        ConfigError, match=f"{name}=(true|false) would be a path of that name; give a path, or use {name}=null"
+    ):
+        CompileConfig(**setting)
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "cudagraphs"])
+def test_a_mode_that_the_backend_would_leave_aside_is_refused(backend):
+    with pytest.raises(
+        ConfigError, match=f"mode=max-autotune is for backend=inductor, and {backend} would leave it aside"
+    ):
+        CompileConfig(backend=backend, mode="max-autotune")
+
+
+@pytest.mark.parametrize("name", ["blocks", "model"])
+def test_a_model_that_the_user_compiled_has_no_break_by_us(name):
+    class Own(Stack):
+        def build_model(self):
+            return torch.compile(super().build_model(), backend="aot_eager", fullgraph=True)
+
+    torch.compiler.reset()
+    watcher = Recorder()
+    compile = {"name": name, "backend": "aot_eager", "strict": True, "reference_steps": 0}
+    trainer = Own(batch_size=8, steps=3, compile=compile, observers=[watcher], **QUIET)
+    told = trainer.fit()["compile"]
+    assert (told["breaks"], told["fallbacks"]) == ([], [])
+    assert told["graphs"] >= 1
+    assert not any("were not called" in record["text"] for record in watcher.remarks)
+    plain = Stack(batch_size=8, steps=3, **QUIET)
+    plain.fit()
+    weights = {key.removeprefix("_orig_mod."): value for key, value in state(trainer).items()}
+    assert largest_difference(weights, state(plain)) == 0.0

@@ -14,7 +14,8 @@ from fasttrain import ConfigError, Data
 from fasttrain.core.float32 import fp32_state, own_fp32_precision, set_fp32_precision
 from fasttrain.core.plan import Plan
 from fasttrain.core.strategy import Context
-from fasttrain.optim.guarded import give_momentum_buffers, step_unless
+from fasttrain.optim.fused import give_momentum_buffers
+from fasttrain.optim.guarded import step_unless
 from fasttrain.strategies.precision import Bf16, Fp16, Fp16Config, Fp32, Tf32
 from tests.helpers import QUIET, Recorder, largest_difference, points, state
 from tests.stack import Stack, StackModel, batches_of
@@ -25,7 +26,7 @@ OPTIMIZERS = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
     "adamw": lambda p: torch.optim.AdamW(p, lr=0.1, fused=True),
 }
-LR = {"sgd": {"name": "sgd", "lr": 0.1}, "adamw": {"name": "adamw", "lr": 0.1}}
+LR = {"sgd": {"name": "sgd", "lr": 0.1}, "adamw": {"name": "adamw", "lr": 0.1, "decay_norms": True}}
 
 
 class Ordered(Stack):

@@ -8,13 +8,15 @@ import pytest
 import torch
 from torch.optim import lr_scheduler
 
-from fasttrain import ConfigError
+from fasttrain import ConfigError, Data
 from fasttrain.core.plan import Plan
 from fasttrain.core.strategy import Context
 from fasttrain.registry import BUILT_IN, find
 from fasttrain.strategies.schedule import (
     Decay,
     OneCycleConfig,
+    Plateau,
+    PlateauConfig,
     WarmUp,
     WsdConfig,
     constant,
@@ -229,3 +231,120 @@ def test_the_shortest_runs_have_finite_rates(name, total):
     rates = ours(name, total)
     assert all(math.isfinite(rate) and 0 <= rate <= LR for rate in rates)
     assert rates[0] > 0
+
+
+# ---- plateau
+
+
+def losses_of(n=60, seed=0):
+    """Figures that fall, stall, are no number once, and rise."""
+    g = torch.Generator().manual_seed(seed)
+    falling = [3.0 * 0.9**i for i in range(n // 3)]
+    noise = torch.rand(n - len(falling), generator=g).tolist()
+    return [*falling[:8], float("nan"), *falling[8:], *[falling[-1] * (0.9 + 0.4 * v) for v in noise]]
+
+
+@pytest.mark.parametrize("mode", ["min", "max"])
+@pytest.mark.parametrize("threshold_mode", ["rel", "abs"])
+@pytest.mark.parametrize(("patience", "cooldown"), [(0, 0), (2, 0), (3, 2), (10, 1)])
+@pytest.mark.parametrize("threshold", [0.0, 1e-4, 0.05])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_plateau_is_torchs_number_for_number(on_device, threshold, patience, cooldown, threshold_mode, mode):
+    rules = {"mode": mode, "patience": patience, "cooldown": cooldown, "threshold": threshold, "factor": 0.5}
+    rules["threshold_mode"] = threshold_mode
+    theirs, ours = optimizer_of(), optimizer_of()
+    scheduler = lr_scheduler.ReduceLROnPlateau(theirs, min_lr=LR / 64, eps=0.0, **rules)
+    plateau = Plateau(PlateauConfig(min_factor=1 / 64, **rules), Context(device=CPU, total_steps=100))
+    plateau.started(None, ours, 0)
+    rates = []
+    for step, figure in enumerate(losses_of(), start=1):
+        figure = figure if mode == "min" else 3.0 - figure
+        plateau.updated(None, ours, torch.tensor(float(step)) if on_device else step)
+        plateau.evaluated({"loss": figure})
+        scheduler.step(figure)
+        rates.append(theirs.param_groups[0]["lr"])
+        assert float(ours.param_groups[0]["lr"]) == rates[-1]
+        best = float("inf") if mode == "min" else float("-inf")
+        state = plateau.state
+        assert (best if state.best is None else state.best, state.bad, state.cooling) == (
+            scheduler.best,
+            scheduler.num_bad_epochs,
+            scheduler.cooldown_counter,
+        )
+    assert len(set(rates)) >= 2
+
+
+def test_plateau_lowers_the_rate_of_the_very_next_step_and_keeps_it():
+    optimizer = optimizer_of(1.0)
+    plateau = Plateau(PlateauConfig(patience=0, factor=0.5), Context(device=CPU))
+    plateau.started(None, optimizer, 0)
+    rates = []
+    for step, figure in enumerate([2.0, 1.0, 1.0, 0.5, 0.6], start=1):
+        plateau.updated(None, optimizer, step)
+        plateau.evaluated({"loss": figure})
+        rates.append(optimizer.param_groups[0]["lr"])
+    assert rates == [1.0, 1.0, 0.5, 0.5, 0.25]
+
+
+class Judged(Stack):
+    """Evaluated each step, by a figure of its own that stops falling after the third."""
+
+    def build_data(self):
+        data = super().build_data()
+        return Data(train=data.train, evaluation=data.train)
+
+    def metrics(self, output, batch):
+        return {"error": float(max(1, 4 - self.step))}
+
+
+def judged(steps=8, **settings):
+    watcher = Recorder()
+    plateau = {"name": "plateau", "metric": "error", "patience": 1, "factor": 0.5, **settings.pop("plateau", {})}
+    settings = {"optimizer": {"name": "sgd", "lr": 1.0}, "evaluate": {"every": 1}, **QUIET, **settings}
+    trainer = Judged(batch_size=8, steps=steps, schedule=plateau, observers=[watcher], **settings)
+    trainer.fit()
+    return [record["lr"] for record in watcher.steps]
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"nonfinite": "skip"}, {"precision": {"name": "fp16", "init_scale": 256.0}}], ids=str
+)
+def test_a_run_lowers_its_rate_by_its_evaluations(more):
+    # A rate is logged before the evaluation after its step. Figures are 3, 2, 1, 1, 1, ...: bad from step 4 on.
+    assert judged(**more) == [1.0, 1.0, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25]
+    warm = judged(plateau={"warmup": 3}, **more)
+    assert warm == pytest.approx([0.5, 0.75, 1.0, 1.0, 1.0, 0.5, 0.5, 0.25])
+
+
+@pytest.mark.parametrize("precision", [None, {"name": "fp16", "init_scale": 256.0}])
+@pytest.mark.parametrize("cut", [4, 5, 6])
+def test_a_resumed_plateau_goes_on_where_it_was(tmp_path, cut, precision):
+    run = {"dir": str(tmp_path), "name": "a", "id": "b"}
+    first = judged(steps=cut, run=run, precision=precision)
+    second = judged(run=run, resume=str(tmp_path / "a" / "b"), precision=precision)
+    assert first + second == judged(precision=precision)
+
+
+def test_plateau_without_evaluations_is_refused_before_the_first_step():
+    class Unjudged(Stack):
+        def build_data(self):
+            return Data(train=super().build_data().train)
+
+    with pytest.raises(ConfigError, match="looks at 'loss' of evaluations, and none comes while this run trains"):
+        Unjudged(batch_size=8, steps=2, schedule="plateau", **QUIET)
+
+
+def test_an_unknown_metric_is_refused_at_the_first_evaluation_with_the_names_there_are():
+    with pytest.raises(ConfigError, match=r"metric=eror: the evaluation gave no such figure; did you mean 'error'"):
+        judged(plateau={"metric": "eror"})
+    with pytest.raises(ConfigError, match="known here: error, loss"):
+        judged(plateau={"metric": "accuracy"})
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [({"factor": 1.0}, "factor=1.0"), ({"patience": -1}, "patience=-1"), ({"min_factor": 2.0}, "min_factor=2.0")],
+)
+def test_plateau_settings_that_mean_nothing_are_refused(setting, message):
+    with pytest.raises(ConfigError, match=rf"schedule\.{message}"):
+        PlateauConfig(**setting)
