@@ -57,6 +57,16 @@ def num_samples(batch: Any, expected: int | None = None) -> int:
     return found.pop()
 
 
+def leading(batch: Any) -> int:
+    """Entries along dim 0 of the first tensor of a batch; 1 where there is none."""
+    first = batch
+    while isinstance(first, (tuple, list)) and first:  # not a union, which would be built anew in each step
+        first = first[0]
+    if not isinstance(first, torch.Tensor):
+        first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
+    return first.shape[0] if first is not None and first.dim() else 1
+
+
 def holds_samples(batch: Any) -> bool:
     """Whether there is anything in a microbatch: a rank may have none, or an empty piece of a small batch."""
     return batch is not None and 0 not in _sizes(batch).values()

@@ -70,25 +70,6 @@ def form(source: Any) -> str:
     )
 
 
-def batched(source: Any, share: int, data: Data) -> Any:
-    """A stream of samples as batches of `share`; a loader that cuts by itself is looked at; other sources as they are.
-
-    Raises:
-        ConfigError: a loader gives batches of another size than this rank's share.
-    """
-    if isinstance(source, torch.utils.data.IterableDataset):
-        return torch.utils.data.DataLoader(
-            source, batch_size=share, num_workers=data.num_workers, collate_fn=data.collate
-        )
-    given = source.batch_size if isinstance(source, torch.utils.data.DataLoader) else None
-    if given not in (None, share):
-        raise ConfigError(
-            f"the training data is a DataLoader with batch_size={given}, while this rank's share of the run's batch_size is "
-            f"{share}; make the two agree, or give the data set itself, which is then cut as the run says."
-        )
-    return source
-
-
 def num_samples_of(source: Any) -> int | None:
     """Samples in a source; `None` where only going through it would tell."""
     kind = form(source)

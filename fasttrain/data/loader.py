@@ -3,37 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
-import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, cast
 
 from fasttrain.core.batch import num_samples, pieces
 from fasttrain.data.data import Data, form, take
 from fasttrain.data.order import Order, share
-from fasttrain.data.seeds import mix
+from fasttrain.data.seeds import mix, own_randomness, seed_host
 from fasttrain.data.workers import read
-from fasttrain.lazy import np, torch
-
-
-def seed_host(seed: int) -> None:
-    """Seed the generators that code on the host draws from: torch, numpy and Python."""
-    torch.default_generator.manual_seed(seed)
-    np.random.seed(seed % 2**32)
-    random.seed(seed)
-
-
-@contextlib.contextmanager
-def own_randomness(seed: int) -> Iterator[None]:
-    """Seed the host's generators inside; outside, nothing was drawn."""
-    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
-    seed_host(seed)
-    try:
-        yield
-    finally:
-        torch.set_rng_state(state[0])
-        np.random.set_state(state[1])
-        random.setstate(state[2])
+from fasttrain.lazy import torch
 
 
 class SeededSamples:
@@ -114,59 +92,3 @@ def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
         generator=torch.Generator().manual_seed(mix(seed, "workers")),
     )
     return read(loader)
-
-
-def given_batches(source: Any, transform: Callable[[Any], Any] | None, *seeds: object, epoch: int) -> Iterator[Any]:
-    """The batches that an iterable gives by itself.
-
-    What it draws for them from the host's global generators follows from `seeds`, the epoch and the number of the batch:
-    neither training nor evaluation is moved by the other, and a restart finds the same order.
-    """
-    _tell_epoch(source, epoch)
-    with own_randomness(mix(*seeds, epoch)):
-        reading = read(source) if isinstance(source, torch.utils.data.DataLoader) else iter(source)
-    if transform is None and _draws_nothing_here(source):
-        yield from reading
-        return
-    for number in itertools.count():
-        with own_randomness(mix(*seeds, epoch, number)):
-            try:
-                batch = next(reading)
-            except StopIteration:
-                return
-            if transform is not None:
-                batch = transform(batch)
-        yield batch
-
-
-@contextlib.contextmanager
-def kept_generators(source: Any) -> Iterator[None]:
-    """Afterwards the generators that a DataLoader and its samplers were given stand where they stood."""
-    samplers = [getattr(source, "sampler", None), getattr(source, "batch_sampler", None)]
-    samplers.append(getattr(samplers[1], "sampler", None))
-    generators = [getattr(part, "generator", None) for part in (source, *samplers)]
-    states = [(g, g.get_state()) for g in generators if isinstance(g, torch.Generator)]
-    try:
-        yield
-    finally:
-        for generator, state in states:
-            generator.set_state(state)
-
-
-def _draws_nothing_here(source: Any) -> bool:
-    """Whether a loader is known to draw nothing in this process once it is begun; keeping generators takes 130 µs."""
-    if not isinstance(source, torch.utils.data.DataLoader):
-        return False
-    in_workers = source.num_workers > 0
-    plain = type(source.dataset) is torch.utils.data.TensorDataset
-    return in_workers or (plain and source.collate_fn is torch.utils.data.default_collate)
-
-
-def _tell_epoch(source: Any, epoch: int) -> None:
-    """Samplers and data sets that shuffle by an epoch (DistributedSampler, streaming sets) repeat one order unless told."""
-    loader = isinstance(source, torch.utils.data.DataLoader)
-    sampler = getattr(source, "sampler", None) if loader else None
-    inner = getattr(getattr(source, "batch_sampler", None), "sampler", None) if loader else None
-    for part in {id(part): part for part in (source, getattr(source, "dataset", None), sampler, inner)}.values():
-        if callable(set_epoch := getattr(part, "set_epoch", None)):
-            set_epoch(epoch)

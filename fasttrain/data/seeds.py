@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import random
+from collections.abc import Iterator
+
+from fasttrain.lazy import np, torch
 
 
 def mix(*parts: object) -> int:
@@ -18,3 +23,23 @@ def mix(*parts: object) -> int:
     """
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little") >> 1
+
+
+def seed_host(seed: int) -> None:
+    """Seed the generators that code on the host draws from: torch, numpy and Python."""
+    torch.default_generator.manual_seed(seed)
+    np.random.seed(seed % 2**32)
+    random.seed(seed)
+
+
+@contextlib.contextmanager
+def own_randomness(seed: int) -> Iterator[None]:
+    """Seed the host's generators inside; outside, nothing was drawn."""
+    state = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    seed_host(seed)
+    try:
+        yield
+    finally:
+        torch.set_rng_state(state[0])
+        np.random.set_state(state[1])
+        random.setstate(state[2])

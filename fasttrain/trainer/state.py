@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
+from fasttrain.data.reading import Position
 from fasttrain.data.seeds import mix
 from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.lazy import np, torch
 from fasttrain.nn.names import plain_name
 from fasttrain.optim.chunks import is_packed
 from fasttrain.trainer.extra_state import KEY, extra_states, give_extra_states
-from fasttrain.trainer.feed import Position
 from fasttrain.trainer.left_out import changed, check_left_out, digests, left_out_names, set_trains, trains
 from fasttrain.trainer.setup import seed_everything
 

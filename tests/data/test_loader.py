@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 
 from fasttrain import ConfigError, Data
 from fasttrain.data.data import form, num_samples_of
-from fasttrain.data.loader import epoch_batches, own_randomness
+from fasttrain.data.loader import epoch_batches
 from fasttrain.data.order import Order, share
+from fasttrain.data.seeds import own_randomness
 
 
 class Indices(torch.utils.data.Dataset):
