@@ -9,6 +9,8 @@ FasttrainError
     ├── BatchError         a batch cannot be cut as asked
     ├── NonFinite          a loss or gradient was infinite or not a number
     ├── SyncError          gradients of ranks cannot be combined as the code asks
+    ├── BrokenSample       a sample of the data cannot be read
+    ├── LostWorker         a process that reads data died, or gave nothing in time
     └── CheckpointError    a checkpoint cannot be written or read
 """
 
@@ -83,6 +85,24 @@ class NonFinite(RunError):
 
 class SyncError(RunError):
     """The gradients of the ranks cannot be combined as the code asks."""
+
+
+class BrokenSample(RunError):
+    """A sample cannot be read: its name (for example a file's path), and why.
+
+    Data sets may raise it. Whatever a data set raises reaches the user as one of these, with the error as its cause.
+    """
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name, self.reason = name, reason
+        super().__init__(name, reason)  # both, so that it comes out of a worker's pickle as it was
+
+    def __str__(self) -> str:
+        return f"{self.name} could not be read: {self.reason}; mend it, or leave it out of the data."
+
+
+class LostWorker(RunError):
+    """A process that reads data died, or gave nothing in time."""
 
 
 class CompileError(RunError):
