@@ -35,9 +35,9 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     model.eval()
     try:
         with torch.no_grad(), plan.evaluating(model):
-            for batch, samples in trainer.feed.evaluation(task, plan):
+            for batch, portion in trainer.feed.evaluation(task, plan):
                 for microbatch in plan.split(task, batch):
-                    _add(sums, trainer, microbatch, samples)
+                    _add(sums, trainer, microbatch, portion.here)
     finally:
         model.train(was_training)
         for module in frozen:

@@ -8,20 +8,20 @@ from dataclasses import replace
 from typing import Any
 
 from fasttrain.config.settings import Settings
-from fasttrain.core.batch import Microbatches, leading, map_tensors
+from fasttrain.core.batch import Microbatches, map_tensors
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
-from fasttrain.data.by_batches import ByBatches, batched, given_batches
+from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
-from fasttrain.data.data import form, num_samples_of
+from fasttrain.data.data import num_samples_of
+from fasttrain.data.evaluating import evaluation_portions
 from fasttrain.data.order import Order
 from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
 from fasttrain.data.seeds import mix
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
-from fasttrain.lazy import torch
 
 
 class Feed:
@@ -34,7 +34,7 @@ class Feed:
         if size == 0:
             raise ConfigError("the training data holds no sample; look at the path or the filter that chose them.")
         self.settings, self.world, self.device = settings, world, world.device
-        self.data = replace(data, evaluation=_stream(data.evaluation, settings, world, data))
+        self.data = data
         self._moves = world.device.type != "cpu"
         # A copy may go on behind the host's back from pinned memory alone; MPS has none.
         self._pins = world.device.type in ("cuda", "xpu")
@@ -161,29 +161,19 @@ class Feed:
             self.samples += portion.everywhere
             yield batch
 
-    def evaluation(self, task: Task, plan: Plan) -> Iterator[tuple[Any, int]]:
-        """Evaluation batches on the device with the samples in each; every sample once over all ranks."""
-        for portion in self._evaluation_portions():
-            if portion.here:
-                yield self._deliver(portion, task, plan), portion.here
+    def evaluation(self, task: Task, plan: Plan, source: Any = None) -> Iterator[tuple[Any, Portion]]:
+        """Evaluation batches on the device, with what is known of each; every sample once over all ranks.
 
-    def _evaluation_portions(self) -> Iterator[Portion]:
-        source, settings, world = self.data.evaluation, self.settings, self.world
-        if form(source) == "batches":
-            given = given_batches(source, None, settings.seed, "evaluation", world.rank, epoch=0)
-            for batch in itertools.islice(given, settings.limit_batches):
-                yield Portion(batch, leading(batch), 0, 0, 0, Position())
-            return
-        size = num_samples_of(source)
-        assert size is not None
-        order = Order(
-            size=size,
-            batch_size=settings.evaluate.batch_size or settings.batch_size,
-            seed=settings.seed,
-            shuffle=False,
-            limit=settings.limit_batches,
-        )
-        yield from ByOrder(self.data, source, order, world.rank, world.size, train=False).epoch(0)
+        `source`: in place of the evaluation data, in one of its forms.
+        """
+        data = self.data if source is None else replace(self.data, evaluation=source)
+        settings, world = self.settings, self.world
+        batch_size = settings.evaluate.batch_size or settings.batch_size
+        for portion in evaluation_portions(
+            data, batch_size, settings.seed, world.rank, world.size, settings.limit_batches
+        ):
+            if portion.here:
+                yield self._deliver(portion, task, plan), portion
 
     def _deliver(self, portion: Portion, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:
         batch, here, everywhere = portion.batch, portion.here, portion.everywhere
@@ -210,10 +200,3 @@ def _augmented(batch: Any, augment: Callable[..., Any], *seed: object) -> Any:
     if isinstance(batch, Microbatches):
         return Microbatches(augment(microbatch, mix(*seed, i)) for i, microbatch in enumerate(batch))
     return augment(batch, mix(*seed))
-
-
-def _stream(evaluation: Any, settings: Settings, world: World, data: Data) -> Any:
-    if not isinstance(evaluation, torch.utils.data.IterableDataset):
-        return evaluation  # a loader may cut an evaluation as it likes
-    size = settings.evaluate.batch_size or settings.batch_size
-    return batched(evaluation, max(1, size // world.size), data)
