@@ -95,6 +95,35 @@ def test_two_ranks_draw_and_learn_as_one():
         assert largest_difference(rank_weights, weights) < 1e-5
 
 
+class Placed(Mlp):
+    """Keeps where each batch stands."""
+
+    def build_data(self):
+        self.places = []
+        return super().build_data()
+
+    def augment(self, batch, seed):
+        self.places.append((seed.epoch, seed.position, seed.offset, len(batch[0])))
+        return batch
+
+
+def places():
+    return trained(Placed, epochs=2)[0].places
+
+
+@pytest.mark.ranks
+def test_a_seed_tells_which_samples_of_the_step_a_rank_holds():
+    """24 samples in steps of 8 (9 on three ranks would not divide): each rank begins where the one before ends."""
+    assert places() == [(epoch, position, 0, 8) for epoch in (0, 1) for position in (0, 8, 16)]
+    by_rank = run_ranks(3, places)
+    for steps in zip(*by_rank, strict=True):
+        assert len({step[:2] for step in steps}) == 1
+        ends = [offset + samples for *_, offset, samples in steps]
+        assert [step[2] for step in steps] == [0, *ends[:-1]]
+        assert ends[-1] == 8
+    assert [len(steps) for steps in by_rank] == [6, 6, 6]
+
+
 class Counted(Blended):
     """Counts labels, which are no labels any more once blended."""
 

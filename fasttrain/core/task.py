@@ -42,7 +42,7 @@ class Task:
     inputs: Callable[[Any], tuple[Any, ...]] | None = None
     loss: Callable[[Any, Any], Any] | None = None
     cut: Callable[[Any, int], list[Any]] | None = None
-    augment: Callable[[Any, int], Any] | None = None
+    augment: Callable[[Any, Any], Any] | None = None
     whole_batch_loss: bool = False
     fed: Fed | None = None
     counted: float | None = None

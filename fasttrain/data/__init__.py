@@ -2,6 +2,6 @@
 
 from fasttrain.data.data import Data
 from fasttrain.data.packed import PackedStrings
-from fasttrain.data.seeds import mix
+from fasttrain.data.seeds import StepSeed, mix
 
-__all__ = ["Data", "PackedStrings", "mix"]
+__all__ = ["Data", "PackedStrings", "StepSeed", "mix"]

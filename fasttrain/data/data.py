@@ -23,6 +23,9 @@ class Data:
     draws, batch by batch (the order of a shuffling DataLoader, unless it was given a generator of its own). Samplers and
     data sets with a `set_epoch` are told the epoch.
 
+    `size_at(epoch, position)` says how large the samples are read in the step that begins at that sample of the epoch:
+    training samples then come from the data set's `at_size(index, size)`. Evaluation reads them as they are.
+
     With several ranks, `transform` of tensors in memory sees the batch of all ranks on each of them, so that it draws
     what it draws on one; `transform_share=True` gives it this rank's share alone (less host work, other draws). A data
     set's transform always sees the share.
@@ -35,6 +38,14 @@ class Data:
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     shuffle: bool = True
+    size_at: Callable[[int, int], int] | None = None
+
+    def __post_init__(self) -> None:
+        if self.size_at is not None and not callable(getattr(self.train, "at_size", None)):
+            raise ConfigError(
+                f"size_at is given, and a {type(self.train).__name__} has no at_size(index, size); add it to read samples by, "
+                "or resize batches in Trainer.augment."
+            )
 
 
 def form(source: Any) -> str:

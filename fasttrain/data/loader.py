@@ -13,6 +13,9 @@ from fasttrain.data.seeds import mix, own_randomness, seed_host
 from fasttrain.data.workers import read
 from fasttrain.lazy import torch
 
+# Epoch and index of a sample, and how large it is read where a schedule says so.
+Key = tuple[int, int, int | None]
+
 
 class SeededSamples:
     """A map-style data set read at (epoch, position, index): what a sample draws depends on nothing else."""
@@ -23,15 +26,15 @@ class SeededSamples:
     def __len__(self) -> int:
         return len(self.dataset)
 
-    def __getitems__(self, keys: list[tuple[int, int]]) -> list[Any]:
+    def __getitems__(self, keys: list[Key]) -> list[Any]:
         """The samples of a batch (torch's DataLoader calls this)."""
         # Kept and put back once a batch: for each sample that would take 80 µs, three times what all else takes.
         with contextlib.nullcontext() if self.in_worker else own_randomness(0):
-            return [self._sample(epoch, index) for epoch, index in keys]
+            return [self._sample(*key) for key in keys]
 
-    def _sample(self, epoch: int, index: int) -> Any:
+    def _sample(self, epoch: int, index: int, size: int | None) -> Any:
         seed_host(mix(self.seed, "sample", epoch, index))
-        return self.dataset[index]
+        return self.dataset[index] if size is None else self.dataset.at_size(index, size)
 
 
 def epoch_batches(
@@ -51,7 +54,13 @@ def epoch_batches(
     if in_memory:
         batches: Iterable[Any] = (take(source, indices[a:b]) for a, b in (spans if whole else shares))
     else:
-        batches = _read(data, source, Keys(epoch, indices.numpy(), [(a, b) for a, b in shares if a < b]), order.seed)
+        size_at = data.size_at if train else None
+        keys = [
+            (a, b, None if size_at is None else size_at(epoch, first))
+            for (first, _), (a, b) in zip(spans, shares, strict=True)
+            if a < b
+        ]
+        batches = _read(data, source, Keys(epoch, indices.numpy(), keys), order.seed)
     reading = iter(batches)
     for (first, end), (low, high) in zip(spans, shares, strict=True):
         if low == high and not in_memory:
@@ -70,15 +79,15 @@ def epoch_batches(
 class Keys:
     """The keys of each batch of an epoch, made as they are asked for."""
 
-    def __init__(self, epoch: int, indices: Any, shares: list[tuple[int, int]]) -> None:
+    def __init__(self, epoch: int, indices: Any, shares: list[tuple[int, int, int | None]]) -> None:
         self.epoch, self.indices, self.shares = epoch, indices, shares
 
     def __len__(self) -> int:
         return len(self.shares)
 
-    def __iter__(self) -> Iterator[list[tuple[int, int]]]:
-        for low, high in self.shares:
-            yield [(self.epoch, index) for index in self.indices[low:high].tolist()]
+    def __iter__(self) -> Iterator[list[Key]]:
+        for low, high, size in self.shares:
+            yield [(self.epoch, index, size) for index in self.indices[low:high].tolist()]
 
 
 def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:

@@ -25,6 +25,25 @@ def mix(*parts: object) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
+class StepSeed(int):
+    """The seed of a step, the same on all ranks, and where in the run it was drawn for.
+
+    `epoch` and `position`: where the step begins, in samples over all ranks (in batches where the data cuts them).
+    `offset`: samples of the step that ranks before this one hold. What is drawn by `offset` + place in the batch is the
+    same however the samples of a step are spread over ranks.
+    """
+
+    epoch: int
+    position: int
+    offset: int
+
+    def __new__(cls, seed: int, *, epoch: int = 0, position: int = 0, offset: int = 0) -> StepSeed:
+        """A seed with its place."""
+        self = super().__new__(cls, seed)
+        self.epoch, self.position, self.offset = epoch, position, offset
+        return self
+
+
 def seed_host(seed: int) -> None:
     """Seed the generators that code on the host draws from: torch, numpy and Python."""
     torch.default_generator.manual_seed(seed)

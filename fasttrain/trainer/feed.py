@@ -5,10 +5,11 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 from fasttrain.config.settings import Settings
-from fasttrain.core.batch import Microbatches, map_tensors
+from fasttrain.core.batch import Microbatches, leading, map_tensors
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
@@ -16,10 +17,10 @@ from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import num_samples_of
 from fasttrain.data.evaluating import evaluation_portions
-from fasttrain.data.order import Order
+from fasttrain.data.order import Order, share
 from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
-from fasttrain.data.seeds import mix
+from fasttrain.data.seeds import StepSeed, mix
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
 
@@ -185,18 +186,22 @@ class Feed:
         if self._moves:
             batch = map_tensors(self._to_device, batch)
         if augment is not None:
-            batch = _augmented(batch, augment, self.settings.seed, "augment", portion.epoch, portion.first)
+            batch = self._augmented(batch, augment, portion)
         fed.batch = batch = plan.batch(batch)
         return batch
+
+    def _augmented(self, batch: Any, augment: Callable[..., Any], portion: Portion) -> Any:
+        """The batch as user code changes it on the device: by a seed of its place in the run, one for all ranks."""
+        world, parts = self.world, (self.settings.seed, "augment", portion.epoch, portion.first)
+        place = partial(StepSeed, epoch=portion.epoch, position=portion.first)
+        if isinstance(batch, Microbatches):
+            return Microbatches(
+                augment(microbatch, place(mix(*parts, i), offset=leading(microbatch) * world.rank))
+                for i, microbatch in enumerate(batch)
+            )
+        return augment(batch, place(mix(*parts), offset=share(0, portion.everywhere, world.rank, world.size)[0]))
 
     def _to_device(self, tensor: Any) -> Any:
         if self._pins and tensor.device.type == "cpu":
             tensor = tensor.pin_memory()
         return tensor.to(self.device, non_blocking=self._pins)
-
-
-def _augmented(batch: Any, augment: Callable[..., Any], *seed: object) -> Any:
-    """The batch as user code changes it on the device: by a seed of its place in the run, one for all ranks."""
-    if isinstance(batch, Microbatches):
-        return Microbatches(augment(microbatch, mix(*seed, i)) for i, microbatch in enumerate(batch))
-    return augment(batch, mix(*seed))

@@ -16,7 +16,7 @@ from fasttrain.core.batch import num_samples
 from fasttrain.core.float32 import own_fp32_precision
 from fasttrain.core.strategy import Context
 from fasttrain.core.task import StepInfo
-from fasttrain.data import Data
+from fasttrain.data import Data, StepSeed
 from fasttrain.distributed.world import World, join
 from fasttrain.errors import ConfigError
 from fasttrain.nn.blocks import find_blocks
@@ -119,8 +119,11 @@ class Trainer:
         """An optimizer of your own over a model or part of it; instead of the slot `optimizer`."""
         return None
 
-    def augment(self, batch: Any, seed: int) -> Any:
-        """A training batch on the device, before it is cut: this rank's share. All ranks get one `seed` a step."""
+    def augment(self, batch: Any, seed: StepSeed) -> Any:
+        """A training batch on the device, before it is cut: this rank's share. All ranks get one `seed` a step.
+
+        The seed is a `fasttrain.data.StepSeed`: it tells which samples of the step these are.
+        """
         return batch
 
     def inputs(self, batch: Any) -> tuple[Any, ...]:

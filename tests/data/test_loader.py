@@ -97,6 +97,28 @@ def test_what_a_sample_draws_depends_on_nothing_but_seed_epoch_and_sample(ranks,
     assert len({tuple(row) for row in expected.values()}) == 11
 
 
+class Sized(Indices):
+    """Samples as long as they are asked for."""
+
+    def at_size(self, index, size):
+        return torch.full((size,), float(index))
+
+
+@pytest.mark.parametrize(("ranks", "workers"), [(1, 0), (1, 2), (3, 1)])
+def test_samples_are_read_at_the_size_of_their_step_on_all_ranks(ranks, workers):
+    data = Data(train=Sized(11), num_workers=workers, size_at=lambda epoch, position: 1 + epoch * 100 + position)
+    order = Order(size=11, batch_size=4)
+    for batches in read(data, order, 2, 4, ranks):
+        assert [batch.shape[1] for batch, *_ in batches] == [205, 209]
+    evaluated = next(epoch_batches(data, Sized(11), order, 0, 0, 0, 1, False))[0]
+    assert len(evaluated) == 4  # the columns of samples as they are
+
+
+def test_a_data_set_that_knows_no_sizes_is_refused():
+    with pytest.raises(ConfigError, match="a Indices has no at_size"):
+        Data(train=Indices(3), size_at=lambda epoch, position: 4)
+
+
 def test_reading_draws_nothing_from_the_trainings_own_generators():
     states = torch.get_rng_state(), np.random.get_state()[1].tolist(), random.getstate()
     data = Data(train=Indices(6), transform=lambda batch: [part + torch.rand(()) for part in batch])
