@@ -29,6 +29,9 @@ class Data:
     With several ranks, `transform` of tensors in memory sees the batch of all ranks on each of them, so that it draws
     what it draws on one; `transform_share=True` gives it this rank's share alone (less host work, other draws). A data
     set's transform always sees the share.
+
+    `prefetch` training batches are read ahead and copied to the device beside the steps before theirs (0: none). No number
+    depends on it. What the data or `transform` looks at of the run (`trainer.step`) is then that many steps behind.
     """
 
     train: Any
@@ -38,13 +41,16 @@ class Data:
     collate: Callable[[list[Any]], Any] | None = None
     num_workers: int = 0
     shuffle: bool = True
+    prefetch: int = 2
     size_at: Callable[[int, int], int] | None = None
 
     def __post_init__(self) -> None:
+        if self.prefetch < 0:
+            raise ConfigError(f"prefetch={self.prefetch} batches cannot be kept ahead; use 2, or 0 for none.")
         if self.size_at is not None and not callable(getattr(self.train, "at_size", None)):
             raise ConfigError(
-                f"size_at is given, and a {type(self.train).__name__} has no at_size(index, size); add it to read samples by, "
-                "or resize batches in Trainer.augment."
+                f"size_at is given, and a {type(self.train).__name__} has no at_size(index, size); add it to read samples "
+                "by, or resize batches in Trainer.augment."
             )
 
 

@@ -63,7 +63,9 @@ class StepClock:
         self._quantiles = Quantiles()
 
         self._host: list[float] = []  # host times at step ends, not folded yet
-        self._marks: list[tuple[Any, Any]] = []  # pairs of events around a step, not folded yet
+        self._marks: list[tuple[Any, Any, list[Any]]] = []  # events around a step and its waits, not folded yet
+        self._waits: list[Any] = []  # pairs of events around what the device may have waited for in this step
+        self._asked: Any = 0.0
         self._spare: list[Any] = []
         self._unfolded = 0  # whole windows: steps since the device was last waited for
         self._timed: tuple[float, Sums] = (0, {})  # whole windows: what was taken in until then
@@ -87,6 +89,21 @@ class StepClock:
         """The host waited so long for data in this step."""
         self._waited += seconds
 
+    def asks(self) -> None:
+        """The host begins to get data. Ended by `given`."""
+        self._asked = self._record() if self._events and self._warm else self._now()
+
+    def given(self) -> None:
+        """The host has the data that it asked for.
+
+        With events, the device waited from when it had nothing else to do until the data was there, and no longer: what
+        the host read while the device was busy is no wait. Elsewhere the host's time is counted.
+        """
+        if self._events and self._warm:
+            self._waits += (self._asked, self._record())
+        else:
+            self._waited += self._now() - self._asked
+
     def step(self, samples: float, counts: Mapping[str, float] | None = None, apart: str | None = None) -> None:
         """An optimizer step has been launched; it took `samples`, and `counts` of other units, over all ranks.
 
@@ -105,7 +122,8 @@ class StepClock:
         if self._events:
             mark = self._record()
             if self._mark is not None:
-                self._marks.append((self._mark, mark))
+                self._marks.append((self._mark, mark, self._waits))
+                self._waits = []
             self._mark = mark
             if len(self._marks) > PENDING:
                 self._fold_events(len(self._marks) // 2)
@@ -141,8 +159,8 @@ class StepClock:
             mark = self._record()
             mark.synchronize()
             seconds = self._mark.elapsed_time(mark) / 1000
-            self._spare.append(self._mark)
-            self._mark = mark
+            self._spare += (self._mark, *self._waits)
+            self._mark, self._waits = mark, []
         else:
             if self._whole_windows:  # the steps before it in the window were not timed, and are left out with it
                 self._synchronize()
@@ -262,10 +280,12 @@ class StepClock:
         # At a log point only the update of the last step may still run. Between log points the event is hundreds of
         # steps old, which is more than a device queues: there is nothing to wait for.
         done[-1][1].synchronize()
-        for start, end in done:
+        for start, end, waits in done:
             self._took(start.elapsed_time(end) / 1000)
-        # Starts are free again; the last end may be the start of a pair that is still to come.
-        self._spare.extend(start for start, _ in done)
+            for asked, given in zip(waits[::2], waits[1::2], strict=True):
+                self._window.waited += asked.elapsed_time(given) / 1000
+            # Starts are free again; the last end may be the start of a pair that is still to come.
+            self._spare += (start, *waits)
 
     def _record(self) -> Any:
         event = self._spare.pop() if self._spare else self._new_event()

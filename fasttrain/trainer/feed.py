@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 from fasttrain.config.settings import Settings
-from fasttrain.core.batch import Microbatches, leading, map_tensors
+from fasttrain.core.batch import Microbatches, leading
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
@@ -23,6 +23,15 @@ from fasttrain.data.reading import Portion, Position, Reader
 from fasttrain.data.seeds import StepSeed, mix
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
+from fasttrain.trainer.delivery import Ahead, Carrier, Sent
+
+
+class Read(NamedTuple):
+    """A portion that was read: what the host found out about it, and its batch."""
+
+    portion: Portion
+    fed: Fed
+    sent: Sent
 
 
 class Feed:
@@ -36,9 +45,11 @@ class Feed:
             raise ConfigError("the training data holds no sample; look at the path or the filter that chose them.")
         self.settings, self.world, self.device = settings, world, world.device
         self.data = data
-        self._moves = world.device.type != "cpu"
-        # A copy may go on behind the host's back from pinned memory alone; MPS has none.
-        self._pins = world.device.type in ("cuda", "xpu")
+        self.carrier = Carrier(world.device)
+        # Batches kept ahead of the step; where the device copies nothing by itself, that would only hold memory.
+        self.prefetch = data.prefetch if self.carrier.streams else 0
+        # Reads what is missing of them; called when a step was launched, so that the device works meanwhile.
+        self.read_ahead: Callable[[], None] | None = None
         self.position = Position()
         self.samples = 0
         self.reader: Reader = self._reader(size)
@@ -151,16 +162,34 @@ class Feed:
     def again(self, task: Task, plan: Plan, batches: int) -> Iterator[Any]:
         """The first training batches of this rank once more, on the device; position and generators stay where they are."""
         with self.reader.undisturbed():
-            for portion in itertools.islice(self.reader.portions(self.reader.beginning(self.position)), batches):
-                yield self._deliver(portion, task, plan)
+            portions = self.reader.portions(self.reader.beginning(self.position))
+            for read in self._read(itertools.islice(portions, batches), task, plan):
+                yield self._given(read, task, plan)
 
-    def training(self, task: Task, plan: Plan) -> Iterator[Any]:
-        """Training batches on the device, from the position on, without end. The position counts what was given."""
-        for portion in self.reader.portions(self.position):
-            batch = self._deliver(portion, task, plan, augment=task.augment)
-            self.position = portion.after
-            self.samples += portion.everywhere
-            yield batch
+    def training(self, task: Task, plan: Plan, steps: int | None = None) -> Iterator[Any]:
+        """Training batches on the device, from the position on, without end. The position counts what was given.
+
+        `steps`: how many will be asked for; nothing is read ahead of the last of them.
+        """
+        reading = self._read(self.reader.portions(self.position), task, plan, counting=task.augment is not None)
+        if not self.prefetch:
+            for read in reading:
+                yield self._trained_on(read, task, plan)
+            return
+        ahead = Ahead(reading, self.prefetch, steps)
+        self.read_ahead = ahead.fill
+        try:
+            for read in ahead:
+                yield self._trained_on(read, task, plan)
+                ahead.fill()
+        finally:
+            self.read_ahead = None
+
+    def _trained_on(self, read: Read, task: Task, plan: Plan) -> Any:
+        batch = self._given(read, task, plan, task.augment)
+        self.position = read.portion.after
+        self.samples += read.portion.everywhere
+        return batch
 
     def evaluation(self, task: Task, plan: Plan, source: Any = None) -> Iterator[tuple[Any, Portion]]:
         """Evaluation batches on the device, with what is known of each; every sample once over all ranks.
@@ -170,21 +199,30 @@ class Feed:
         data = self.data if source is None else replace(self.data, evaluation=source)
         settings, world = self.settings, self.world
         batch_size = settings.evaluate.batch_size or settings.batch_size
-        for portion in evaluation_portions(
-            data, batch_size, settings.seed, world.rank, world.size, settings.limit_batches
-        ):
-            if portion.here:
-                yield self._deliver(portion, task, plan), portion
+        portions = evaluation_portions(data, batch_size, settings.seed, world.rank, world.size, settings.limit_batches)
+        ahead = Ahead(self._read((p for p in portions if p.here), task, plan), self.prefetch)
+        for read in ahead:
+            yield self._given(read, task, plan), read.portion
+            ahead.fill()
 
-    def _deliver(self, portion: Portion, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:
-        batch, here, everywhere = portion.batch, portion.here, portion.everywhere
-        fed = task.fed = Fed(batch, here, everywhere, exact=self.reader.exact)
-        if batch is None:  # this rank has no sample of a short last step
+    def _read(self, portions: Iterable[Portion], task: Task, plan: Plan, counting: bool = False) -> Iterator[Read]:
+        """Portions with all that is found on the host, and their batches under way to the device."""
+        count = task.count if self.carrier.moves or counting else None
+        for portion in portions:
+            batch = portion.batch
+            fed = Fed(batch, portion.here, portion.everywhere, exact=self.reader.exact)
+            if count is not None and batch is not None and portion.everywhere:
+                given, task.fed = task.fed, fed  # whoever cuts the batch asks the task what is known of it
+                fed.counts = [count(microbatch) for microbatch in plan.split(task, batch)]
+                task.fed = given
+            yield Read(portion, fed, self.carrier.send(batch) if self.prefetch else Sent(batch))
+
+    def _given(self, read: Read, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:
+        portion, fed, sent = read
+        task.fed = fed
+        if sent.batch is None:  # this rank has no sample of a short last step
             return None
-        if task.count is not None and everywhere and (self._moves or augment is not None):
-            fed.counts = [task.count(microbatch) for microbatch in plan.split(task, batch)]
-        if self._moves:
-            batch = map_tensors(self._to_device, batch)
+        batch = self.carrier.receive(sent)
         if augment is not None:
             batch = self._augmented(batch, augment, portion)
         fed.batch = batch = plan.batch(batch)
@@ -200,8 +238,3 @@ class Feed:
                 for i, microbatch in enumerate(batch)
             )
         return augment(batch, place(mix(*parts), offset=share(0, portion.everywhere, world.rank, world.size)[0]))
-
-    def _to_device(self, tensor: Any) -> Any:
-        if self._pins and tensor.device.type == "cpu":
-            tensor = tensor.pin_memory()
-        return tensor.to(self.device, non_blocking=self._pins)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -35,7 +34,9 @@ def _fit(trainer: Trainer) -> dict[str, Any]:
     with session:
         if not trainer.model.training:  # else parts that the user put into evaluation mode would lose it
             trainer.model.train()
-        reason = train_until(session, trainer.feed.training(trainer.task, trainer.plan), trainer.feed.total_steps)
+        end = trainer.feed.total_steps
+        batches = trainer.feed.training(trainer.task, trainer.plan, end - trainer.step)
+        reason = train_until(session, batches, end)
         if reason is not None:
             return session.end("stopped", reason)
         session.evaluate_at_end()
@@ -45,16 +46,20 @@ def _fit(trainer: Trainer) -> dict[str, Any]:
 
 def train_until(session: Session, batches: Iterator[Any], end: int) -> str | None:
     """Train up to step number `end`; returns the reason if the run was stopped before, saved after its last step."""
-    trainer, clock, now = session.trainer, session.clock, time.perf_counter
+    trainer, clock, feed = session.trainer, session.clock, session.trainer.feed
     first = trainer.step + 1 if trainer.plan.speaks else None
     clock.start()
     while trainer.step < end:
         before = trainer.step
         session.watch(before + 1)
-        asked = now()
+        clock.asks()
         batch = next(batches)
-        clock.waited(now() - asked)
+        clock.given()
         info = trainer.train_step(batch)
+        if feed.read_ahead is not None:  # before anything waits for the device
+            clock.asks()
+            feed.read_ahead()
+            clock.given()
         step = trainer.step
         if step == before or info is None:
             _refuse_own_step(step == before, step)

@@ -324,3 +324,65 @@ def test_the_clock_of_real_time_measures_a_real_sleep() -> None:
         clock.step(8)
     took = time.perf_counter() - began
     assert 0.01 * 4 <= clock.window()["measured"]["seconds"] <= took
+
+
+@pytest.mark.parametrize(
+    ("reading", "copying", "waits"), [(0.004, 0.0, 0.0), (0.015, 0.0, 0.005), (0.004, 0.003, 0.003)]
+)
+def test_data_wait_on_a_queueing_device_is_the_time_in_which_the_device_had_nothing_to_do(
+    reading: float, copying: float, waits: float
+) -> None:
+    device, clock = queued_clock("events")
+    for step in range(31):
+        clock.asks()
+        device.clock.wait(reading)
+        if copying:  # the step's stream waits for a copy that another stream makes
+            device.free_at = max(device.free_at, device.clock()) + copying
+        clock.given()
+        device.submit(0.010)
+        clock.step(8)
+        if step == 0:
+            assert clock.warmup["data_wait_s"] == pytest.approx(reading)
+    device.wait()
+    window = clock.window()
+    # The launch of a step costs the host 0.1 ms, in which the device may have nothing to do either.
+    assert window["data_wait_s"] == pytest.approx(waits, abs=0.0005)
+    assert clock.totals()["data_wait_fraction"] == pytest.approx(waits / window["step_time_s"], abs=0.04)
+
+
+def test_what_is_read_after_a_launch_is_waited_for_only_when_the_device_has_done_the_step() -> None:
+    device, clock = queued_clock("events")
+    for _ in range(21):
+        device.submit(0.010)
+        clock.asks()
+        device.clock.wait(0.012)
+        clock.given()
+        clock.step(8)
+    assert clock.window()["data_wait_s"] == pytest.approx(0.002, abs=0.0002)
+
+
+def test_events_around_waits_are_used_again() -> None:
+    made = []
+    device = Device(Clock())
+    clock = StepClock("cuda", device.clock, new_event=lambda: made.append(Event(device)) or made[-1])
+    for _ in range(5):
+        for _ in range(10):
+            clock.asks()
+            clock.given()
+            device.submit(0.010)
+            clock.step(8)
+        device.wait()
+        clock.window()
+    assert len(made) == 1 + 3 * 10
+
+
+@pytest.mark.parametrize("kind", ["cpu", "windows"])
+def test_data_wait_elsewhere_is_the_time_of_the_host(kind: str) -> None:
+    device, clock = queued_clock("windows") if kind == "windows" else (Device(now := Clock()), StepClock("cpu", now))
+    for _ in range(11):
+        clock.asks()
+        device.clock.wait(0.003)
+        clock.given()
+        device.clock.wait(0.010)
+        clock.step(8)
+    assert clock.window()["data_wait_s"] == pytest.approx(0.003)
