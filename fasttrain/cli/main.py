@@ -33,12 +33,15 @@ COMMANDS: dict[str, str] = {
     "validate": "every problem of a config at once; loads no torch",
     "explain": "the resolved config, and who acts on which line of the step; --model, --compile: look at the model",
     "evaluate": "evaluate the newest checkpoint of a run",
+    "predict": "what the newest checkpoint of a run gives for each evaluation sample; --out FILE: where to",
     "status": "how a run stands",
 }
+# The commands that take --out.
+OUT = ("predict", "data")
 USAGE = """\
 usage: python -m fasttrain [COMMAND] --config FILE [key=value ...]
        torchrun --nproc-per-node N -m fasttrain --config FILE [key=value ...]
-       python -m fasttrain status|evaluate RUN
+       python -m fasttrain status|evaluate|predict RUN
 """
 
 
@@ -69,6 +72,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", action="store_true", help="explain: what torch.compile makes of the model, on a batch of the data"
     )
+    parser.add_argument("--out", metavar="PATH", help="predict: the file to write")
     parser.add_argument("--version", action="version", version=f"fasttrain {__version__}")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that go before those of the file")
     return parser
@@ -93,6 +97,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 raise ConfigError(
                     f"--{option} belongs to explain: python -m fasttrain explain --config FILE --{option}"
                 )
+        if arguments.out is not None and command not in OUT:
+            raise ConfigError(f"--out belongs to {' and '.join(OUT)}; {command} writes where run.dir says.")
         sys.path[:0] = [] if os.getcwd() in sys.path or "" in sys.path else [os.getcwd()]
         return _RUN[command](arguments)
     except ConfigError as error:
@@ -248,10 +254,17 @@ def _evaluate(arguments: argparse.Namespace) -> int:
     return evaluate(*_run_word(arguments, "evaluate"), as_json=arguments.json)
 
 
+def _predict(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.predict import predict
+
+    return predict(*_run_word(arguments, "predict"), as_json=arguments.json, out=arguments.out)
+
+
 _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "validate": _validate,
     "explain": _explain,
     "evaluate": _evaluate,
+    "predict": _predict,
     "status": _status,
 }

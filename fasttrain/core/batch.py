@@ -51,7 +51,7 @@ def num_samples(batch: Any, expected: int | None = None) -> int:
     sizes = _sizes(batch)
     found = set(sizes.values())
     if len(found) != 1 or (expected is not None and found != {expected}):
-        held = ", ".join(f"{path} holds {size}" for path, size in sizes.items()) or "it has no tensor with a dim 0"
+        held = what_it_holds(batch)
         share = f", while this rank's share is {expected} samples" if expected is not None else ""
         raise BatchError(f"the batch cannot be cut along dim 0: {held}{share}; {WAYS_OUT}.")
     return found.pop()
@@ -65,6 +65,12 @@ def leading(batch: Any) -> int:
     if not isinstance(first, torch.Tensor):
         first = next((leaf for leaf in pytree.tree_leaves(batch) if isinstance(leaf, torch.Tensor)), None)
     return first.shape[0] if first is not None and first.dim() else 1
+
+
+def what_it_holds(batch: Any) -> str:
+    """The entries of a batch with what they hold along dim 0, in words."""
+    held = ", ".join(f"{path} holds {size}" for path, size in _sizes(batch).items())
+    return held or "it has no tensor with a dim 0"
 
 
 def holds_samples(batch: Any) -> bool:
@@ -101,6 +107,32 @@ def _piece(leaf: Any, low: int, high: int) -> Any:
     if isinstance(leaf, torch.Tensor) and leaf.is_nested and low < high:  # slicing jagged tensors is not to be had
         return torch.nested.as_nested_tensor(list(leaf.unbind()[low:high]), layout=leaf.layout)
     return leaf[low:high]
+
+
+def joined(batches: list[Any]) -> Any:
+    """Batches one after the other: the inverse of `pieces`. Tensors whose samples differ in shape become lists of samples.
+
+    Raises:
+        BatchError: they are of different structure, or something in them that is no sample is not the same in all.
+    """
+    flat = [pytree.tree_flatten(batch, is_leaf=_is_samples) for batch in batches]
+    spec = flat[0][1]
+    if any(other != spec for _, other in flat):
+        raise BatchError(f"batches of different structure cannot be joined: {spec} and others.")
+    columns = zip(*(leaves for leaves, _ in flat), strict=True)
+    return pytree.tree_unflatten([_joined(list(column)) for column in columns], spec)
+
+
+def _joined(leaves: list[Any]) -> Any:
+    first = leaves[0]
+    if all(isinstance(leaf, torch.Tensor) and leaf.dim() for leaf in leaves):
+        alike = len({(leaf.shape[1:], leaf.dtype) for leaf in leaves}) == 1
+        return torch.cat(leaves) if alike else [sample for leaf in leaves for sample in leaf]
+    if all(_is_samples(leaf) for leaf in leaves):
+        return [sample for leaf in leaves for sample in leaf]
+    if isinstance(first, torch.Tensor) or any(leaf != first for leaf in leaves):
+        raise BatchError(f"a {type(first).__name__} of each batch that holds no entry a sample cannot be joined.")
+    return first
 
 
 def map_tensors(function: Callable[[torch.Tensor], torch.Tensor], batch: Any) -> Any:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import contextlib
+from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
+from fasttrain.core.batch import holds_samples
 from fasttrain.distributed.reductions import Pair, add_over_ranks, read_pairs
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
@@ -25,26 +27,42 @@ def evaluate(trainer: Trainer) -> dict[str, float]:
     """
     if trainer.data.evaluation is None:
         raise ConfigError(f"{type(trainer).__name__} has no evaluation data; return Data(train=..., evaluation=...).")
+    plan, task, measures = trainer.plan, trainer.task, trainer.measures
+    sums: Sums = {}
+    if measures is not None:
+        measures.reset()
+    with evaluating(trainer):
+        for batch, portion in trainer.feed.evaluation(task, plan):
+            for microbatch in plan.split(task, batch):
+                _add(sums, trainer, microbatch, portion.here)
+    means = _means(add_over_ranks(read_pairs(sums), trainer.world.size))
+    if measures is None:
+        return means
+    measured = measures.compute()
+    if twice := sorted(measured.keys() & means.keys()):
+        raise ConfigError(f"'{twice[0]}' is measured twice: by build_metrics and as a mean; give one another name.")
+    return measured | means
+
+
+@contextlib.contextmanager
+def evaluating(trainer: Trainer) -> Iterator[None]:
+    """Around forwards without gradients: modules and figures are as they were afterwards."""
     model, plan, task, figures = trainer.model, trainer.plan, trainer.task, trainer.figures
     was_training, was_watching = model.training, figures.watching
     frozen = [module for module in model.modules() if not module.training]
-    sums: Sums = {}
     weight_before = plan.weight
     figures.take_sums()
     figures.watching = True
     model.eval()
     try:
         with torch.no_grad(), plan.evaluating(model):
-            for batch, portion in trainer.feed.evaluation(task, plan):
-                for microbatch in plan.split(task, batch):
-                    _add(sums, trainer, microbatch, portion.here)
+            yield
     finally:
         model.train(was_training)
         for module in frozen:
             module.training = False
         figures.take_sums()
         figures.watching, plan.weight, task.fed = was_watching, weight_before, None
-    return _means(add_over_ranks(read_pairs(sums), trainer.world.size))
 
 
 def figures_of(given: Any, trainer: str) -> dict[str, float]:
@@ -75,6 +93,8 @@ def _add(sums: Sums, trainer: Trainer, batch: Any, samples: int) -> None:
         output = trainer.model(*trainer.inputs(batch))
         loss = trainer.loss(output, batch)
         values = dict(trainer.metrics(output, batch))
+        if trainer.measures is not None and holds_samples(batch):
+            trainer.update_metrics(trainer.measures.given, output, batch)
     else:
         loss, values = trainer.compute_loss(batch), {}
     named = loss if isinstance(loss, Mapping) else {"": loss}

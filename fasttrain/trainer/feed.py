@@ -65,7 +65,7 @@ class Feed:
         settings, world = self.settings, self.world
         if size is None:
             share = settings.batch_size // world.size
-            return ByBatches(self.data, share, settings.seed, world.rank, world.size, settings.limit_batches)
+            return ByBatches(self.data, share, settings.seed, self.world, settings.limit_batches)
         order = Order(
             size=size,
             batch_size=settings.batch_size,
@@ -197,9 +197,9 @@ class Feed:
         `source`: in place of the evaluation data, in one of its forms.
         """
         data = self.data if source is None else replace(self.data, evaluation=source)
-        settings, world = self.settings, self.world
+        settings = self.settings
         batch_size = settings.evaluate.batch_size or settings.batch_size
-        portions = evaluation_portions(data, batch_size, settings.seed, world.rank, world.size, settings.limit_batches)
+        portions = evaluation_portions(data, batch_size, settings.seed, self.world, settings.limit_batches)
         ahead = Ahead(self._read((p for p in portions if p.here), task, plan), self.prefetch)
         for read in ahead:
             yield self._given(read, task, plan), read.portion

@@ -10,7 +10,7 @@ from fasttrain.errors import ConfigError
 from fasttrain.lazy import nn, torch
 
 TARGETS = ("label", "labels", "target", "targets")
-OVERRIDES = ("inputs", "count", "metrics")
+OVERRIDES = ("inputs", "count", "metrics", "build_metrics", "update_metrics", "prediction")
 
 
 def subclass_from_parts(base: type, model: Any, data: Any, loss: Callable[[Any, Any], Any], settings: dict) -> type:
@@ -19,7 +19,7 @@ def subclass_from_parts(base: type, model: Any, data: Any, loss: Callable[[Any, 
     methods: dict[str, Any] = {
         "build_model": lambda self: model,
         "build_data": lambda self: data if isinstance(data, Data) else Data(train=data),
-        "loss": lambda self, output, batch: loss(output, _target(batch) if from_torch else batch),
+        "loss": lambda self, output, batch: loss(output, target_of(batch) if from_torch else batch),
         "place": lambda self, model: _place(base, self, model, loss),
         "inputs": lambda self, batch: _inputs(batch),
     }
@@ -46,7 +46,12 @@ def _inputs(batch: Any) -> tuple[Any, ...]:
     return (batch[0],) if isinstance(batch, tuple | list) else (batch,)
 
 
-def _target(batch: Any) -> Any:
+def target_of(batch: Any) -> Any:
+    """The second entry of a tuple batch, or the label of a dict batch.
+
+    Raises:
+        ConfigError: it has none.
+    """
     if isinstance(batch, dict):
         for name in TARGETS:
             if name in batch:
@@ -57,6 +62,6 @@ def _target(batch: Any) -> Any:
     else:
         held = f"the batch is {'one tensor' if isinstance(batch, torch.Tensor) else 'a tuple of one'}"
     raise ConfigError(
-        f"a loss of torch's takes an output and a target, but {held}; give data of (input, target), or a function "
-        "loss(output, batch) of your own."
+        f"a loss of torch's or a metric takes an output and a target, but {held}; give data of (input, target), or a "
+        "function of your own: loss(output, batch), update_metrics(metrics, output, batch)."
     )

@@ -137,11 +137,11 @@ def check_metrics(given: Any, base: Any) -> None:
     Raises:
         ConfigError: there are metrics, and no loss to take an output.
     """
-    measures = given.metrics is not base.metrics and given.evaluate is base.evaluate
-    if measures and given.loss is base.loss:
+    own = [name for name in ("metrics", "build_metrics") if getattr(given, name) is not getattr(base, name)]
+    if own and given.evaluate is base.evaluate and given.loss is base.loss:
         raise ConfigError(
-            f"{given.__name__} gives metrics(output, batch), but no loss(output, batch), so an evaluation has no output to "
-            "measure; give loss (and inputs), or call self.log(name, value) in compute_loss."
+            f"{given.__name__} gives {own[0]}, but no loss(output, batch), so an evaluation has no output to measure; give "
+            "loss (and inputs), or call self.log(name, value) in compute_loss."
         )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -27,6 +27,8 @@ from fasttrain.trainer.feed import Feed
 from fasttrain.trainer.figures import Figures
 from fasttrain.trainer.fit import fit
 from fasttrain.trainer.left_out import trains
+from fasttrain.trainer.looks import Looks
+from fasttrain.trainer.measures import build_measures
 from fasttrain.trainer.setup import (
     block_finder,
     build_optimizers,
@@ -43,7 +45,7 @@ from fasttrain.trainer.setup import (
 from fasttrain.trainer.state import restore_state
 
 
-class Trainer:
+class Trainer(Looks):
     """Trains a model. A subclass gives the model, the data, and the loss; a config chooses the tricks.
 
         class Digits(Trainer):
@@ -101,11 +103,12 @@ class Trainer:
         if len(self.optimizers) == 1:
             (self.optimizer,) = self.optimizers.values()
         self.task = build_task(self, Trainer)
+        self.measures = build_measures(self)
         seed_everything(self.seed + self.world.rank)
         self.plan.started_with(self.model, self.optimizers.values(), self.step)
         self.built_trains = trains(self.model)
 
-    # ---- what research code gives
+    # ---- what research code gives (more of it, for evaluations: looks.py)
 
     def build_data(self) -> Data:
         """The data; called first. Random draws follow the seed."""
@@ -148,10 +151,6 @@ class Trainer:
     def count(self, batch: Any) -> Any:
         """What a batch weighs in the mean: samples, if not overridden. A number or a tensor on the batch's device."""
         return num_samples(batch)
-
-    def metrics(self, output: Any, batch: Any) -> Mapping[str, Any]:
-        """Means over an evaluation batch, by name; averaged over batches and ranks by count."""
-        return {}
 
     def split(self, batch: Any, n: int) -> list[Any]:
         """Cut a batch into `n` microbatches; override where samples do not lie along dim 0."""
@@ -270,7 +269,8 @@ class Trainer:
         `data` is a `Data`, or anything its `train` takes. The model is called with the first entry of a tuple batch, or
         with all entries of a dict batch but `label`, `labels`, `target` and `targets`. A loss from torch
         (`nn.CrossEntropyLoss()`, `F.cross_entropy`) is called with the output and the batch's second (or label) entry; a
-        function of your own with the output and the batch. Overrides by keyword: `inputs`, `count`, `metrics`.
+        function of your own with the output and the batch. Overrides by keyword: `inputs`, `count`, `metrics`,
+        `build_metrics`, `update_metrics`, `prediction`.
         """
         from fasttrain.trainer.parts import subclass_from_parts
 
