@@ -65,7 +65,7 @@ class Feed:
         settings, world = self.settings, self.world
         if size is None:
             share = settings.batch_size // world.size
-            return ByBatches(self.data, share, settings.seed, self.world, settings.limit_batches)
+            return ByBatches(self.data, share, settings.seed, world.rank, world.size, settings.limit_batches)
         order = Order(
             size=size,
             batch_size=settings.batch_size,
