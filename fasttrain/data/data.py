@@ -32,6 +32,11 @@ class Data:
 
     `prefetch` training batches are read ahead and copied to the device beside the steps before theirs (0: none). No number
     depends on it. What the data or `transform` looks at of the run (`trainer.step`) is then that many steps behind.
+
+    `lengths`: the length of each training sample; batches are then of samples about as long (docs/text.md).
+    `lay_out(microbatch) -> microbatch` runs on the host on each microbatch of training and evaluation, after the batch was
+    cut and before it goes to the device: it cuts padding off, or packs sequences into rows. The batch is cut along dim 0 as
+    ever; what a laid out microbatch looks like is between `lay_out` and the trainer, whose `count` must know what it holds.
     """
 
     train: Any
@@ -43,6 +48,8 @@ class Data:
     shuffle: bool = True
     prefetch: int = 2
     size_at: Callable[[int, int], int] | None = None
+    lengths: Any = None
+    lay_out: Callable[[Any], Any] | None = None
 
     def __post_init__(self) -> None:
         if self.prefetch < 0:

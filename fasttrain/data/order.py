@@ -6,16 +6,20 @@ so a run can be taken up in the middle of an epoch by arithmetic.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from fasttrain.data.grouping import group_by_length
 from fasttrain.data.seeds import mix
 from fasttrain.lazy import torch
 
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """The samples of each step: `size` an epoch, `batch_size` a step over all ranks, at most `limit` steps an epoch."""
+    """The samples of each step: `size` an epoch, `batch_size` a step over all ranks, at most `limit` steps an epoch.
+
+    `lengths` (int64, `[size]`): shuffled samples are then grouped by length.
+    """
 
     size: int
     batch_size: int
@@ -23,6 +27,7 @@ class Order:
     shuffle: bool = True
 
     limit: int | None = None
+    lengths: Any = field(default=None, compare=False, repr=False)
 
     @property
     def end(self) -> int:
@@ -39,7 +44,10 @@ class Order:
         if not self.shuffle:
             return torch.arange(self.size)
         generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        return torch.randperm(self.size, generator=generator)
+        shuffled = torch.randperm(self.size, generator=generator)
+        if self.lengths is None:
+            return shuffled
+        return group_by_length(shuffled, self.lengths, self.batch_size, generator)
 
     def spans(self, position: int = 0) -> list[tuple[int, int]]:
         """First position and end of each step of an epoch from `position` on, over all ranks."""

@@ -17,6 +17,7 @@ from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import num_samples_of
 from fasttrain.data.evaluating import evaluation_portions
+from fasttrain.data.grouping import digest, lengths_of
 from fasttrain.data.order import Order, share
 from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
@@ -63,6 +64,7 @@ class Feed:
 
     def _reader(self, size: int | None) -> Reader:
         settings, world = self.settings, self.world
+        lengths = lengths_of(self.data.lengths, size, self.data.shuffle)
         if size is None:
             share = settings.batch_size // world.size
             return ByBatches(self.data, share, settings.seed, world.rank, world.size, settings.limit_batches)
@@ -72,6 +74,7 @@ class Feed:
             seed=settings.seed,
             shuffle=self.data.shuffle,
             limit=settings.limit_batches,
+            lengths=lengths,
         )
         return ByOrder(self.data, self.data.train, order, world.rank, world.size)
 
@@ -92,6 +95,7 @@ class Feed:
             "batch_size": settings.batch_size,
             "samples": size,
             "shuffle": self.data.shuffle,
+            "lengths (their hash)": None if self.data.lengths is None else digest(self.data.lengths),
             "limit_batches": settings.limit_batches,
             "steps an epoch": self.steps_per_epoch,
             "steps": self.total_steps,
@@ -211,10 +215,12 @@ class Feed:
         for portion in portions:
             batch = portion.batch
             fed = Fed(batch, portion.here, portion.everywhere, exact=self.reader.exact)
+            given, task.fed = task.fed, fed  # whoever cuts the batch asks the task what is known of it
+            if self.data.lay_out is not None and batch is not None and not isinstance(batch, Microbatches):
+                fed.batch = batch = Microbatches(map(self.data.lay_out, plan.split(task, batch)))
             if count is not None and batch is not None and portion.everywhere:
-                given, task.fed = task.fed, fed  # whoever cuts the batch asks the task what is known of it
                 fed.counts = [count(microbatch) for microbatch in plan.split(task, batch)]
-                task.fed = given
+            task.fed = given
             yield Read(portion, fed, self.carrier.send(batch) if self.prefetch else Sent(batch))
 
     def _given(self, read: Read, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:

@@ -305,6 +305,11 @@ def refuse_wrong_length(trainer: Trainer, checkpoint: Path, config: str) -> None
             f"of {before}, and a run is planned in steps; say how many are meant: steps={step + steps_left} ends after the "
             f"same epochs, or go on with batch_size={before}."
         )
+    if before != settings.batch_size and feed.data.lengths is not None and feed.position.seen:
+        raise ConfigError(
+            f"batch_size={settings.batch_size}: {checkpoint} stands in the middle of an epoch whose samples are grouped by "
+            f"length into batches of {before}; others would come twice or not at all. Go on with batch_size={before}."
+        )
     if step > feed.total_steps:
         raise ConfigError(
             f"{checkpoint} is at step {step}, beyond the {feed.total_steps} steps planned here; give more of them (steps=N, "

@@ -19,10 +19,10 @@ from fasttrain.data.text import (
     TextConfig,
     corpus,
     encode,
+    full_sequences,
     is_maskable,
     mask_tokens,
     masked_positions,
-    pack,
     train_wordpiece,
     unigram_entropy,
 )
@@ -161,13 +161,13 @@ def test_text_is_lowered_and_comes_back_and_does_not_spell_special_tokens(texts)
 
 def test_packing_keeps_every_token_in_order_and_frames_each_sequence():
     documents_ = [[10, 11, 12], [20], [30, 31, 32, 33, 34]]
-    packed = pack(documents_, 6, start=2, separator=3)
+    packed = full_sequences(documents_, 6, start=2, separator=3)
     assert packed.tolist() == [[2, 10, 11, 12, 3, 3], [2, 20, 3, 30, 31, 3]]  # 32, 33, 34 fill no sequence
     assert packed.dtype == np.int16
 
 
 def test_large_ids_are_kept_in_more_bits():
-    packed = pack([[40_000] * 3], 5, start=2, separator=3)
+    packed = full_sequences([[40_000] * 3], 5, start=2, separator=3)
     assert packed.tolist() == [[2, 40_000, 40_000, 40_000, 3]]
 
 
