@@ -193,3 +193,8 @@ class Bert(Trainer):
         result["perplexity"] = math.exp(result["loss"])
         result["unigram_entropy"] = self.unigram_entropy
         return result
+
+    def as_text(self, batch: Any) -> list[str]:
+        """The tokens of a batch, hidden ones as the model sees them."""
+        tokenizer = self.text.tokenizer()
+        return tokenizer.decode_batch(batch["tokens"].tolist(), skip_special_tokens=False)

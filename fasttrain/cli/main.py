@@ -32,6 +32,7 @@ COMMANDS: dict[str, str] = {
     "train": "train (also without any command)",
     "validate": "every problem of a config at once; loads no torch",
     "explain": "the resolved config, and who acts on which line of the step; --model, --compile: look at the model",
+    "data": "look at the data set: counts, classes, broken files, a sheet of images, samples/s; --out DIR: where to",
     "evaluate": "evaluate the newest checkpoint of a run",
     "predict": "what the newest checkpoint of a run gives for each evaluation sample; --out FILE: where to",
     "status": "how a run stands",
@@ -72,7 +73,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--compile", action="store_true", help="explain: what torch.compile makes of the model, on a batch of the data"
     )
-    parser.add_argument("--out", metavar="PATH", help="predict: the file to write")
+    parser.add_argument("--out", metavar="PATH", help="predict: the file to write; data: the folder of the sheet")
     parser.add_argument("--version", action="version", version=f"fasttrain {__version__}")
     parser.add_argument("words", nargs="*", metavar="key=value", help="settings that go before those of the file")
     return parser
@@ -235,6 +236,12 @@ def _explain(arguments: argparse.Namespace) -> int:
     return explain(*_needs_config(arguments), **wanted)
 
 
+def _data(arguments: argparse.Namespace) -> int:
+    from fasttrain.cli.data import data
+
+    return data(*_needs_config(arguments), as_json=arguments.json, out=arguments.out)
+
+
 def _run_word(arguments: argparse.Namespace, command: str) -> tuple[Path, list[str]]:
     runs = [word for word in arguments.words if "=" not in word]
     if len(runs) != 1:
@@ -264,6 +271,7 @@ _RUN: dict[str, Callable[[argparse.Namespace], int]] = {
     "train": _train,
     "validate": _validate,
     "explain": _explain,
+    "data": _data,
     "evaluate": _evaluate,
     "predict": _predict,
     "status": _status,

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from fasttrain.lazy import pytree, torch
 from fasttrain.trainer.measures import update_all
-from fasttrain.trainer.parts import target_of
+from fasttrain.trainer.parts import TARGETS, target_of
 from fasttrain.trainer.prediction import predict
 
 
@@ -35,3 +36,18 @@ class Looks:
         A tree of tensors on the CPU, or of lists where samples differ in shape; all ranks get all of it.
         """
         return predict(self, data)  # pyright: ignore[reportArgumentType]
+
+    def label_of(self, batch: Any) -> Any:
+        """The classes of a batch, for `fasttrain data`: its label entry, else its last tensor of whole numbers, `[batch]`.
+
+        `None` where there is none.
+        """
+        named = [batch[name] for name in TARGETS if name in batch] if isinstance(batch, Mapping) else []
+        leaves = named or pytree.tree_leaves(batch)
+        whole = (torch.int64, torch.int32, torch.int16, torch.uint8)
+        fitting = [x for x in leaves if isinstance(x, torch.Tensor) and x.dim() == 1 and x.dtype in whole]
+        return fitting[-1] if fitting else None
+
+    def as_text(self, batch: Any) -> list[str] | None:
+        """The samples of a batch as text, for `fasttrain data`; `None` where they are none."""
+        return None

@@ -76,22 +76,7 @@ class Trainer(Looks):
             cls.Config = config_class(cls.Config)
 
     def __init__(self, resolved: Resolved | None = None, /, *, observers: Any = (), **settings: Any) -> None:
-        # Where the start-up of a run is counted from; a command line that began earlier says so.
-        self.created_at = time.perf_counter()
-        resolved = from_keywords(type(self), settings) if resolved is None else resolved
-        self.world = self.join(resolved.settings)
-        self.resolved = completed(resolved, self.world, type(self).build_optimizer is not Trainer.build_optimizer)
-        self.config: Any = self.resolved.settings
-        self.seed: int = self.config.seed
-        self.device = self.world.device
-        self.observers = list(observers)
-        self.step = 0
-        self.figures = Figures()
-        set_determinism(self.config.deterministic, self.config.debug)
-        own_fp32_precision()  # what an earlier run set for itself
-        seed_everything(self.seed)
-        self.data = self.build_data()
-        self.feed = Feed(self.data, self.config, self.world)
+        self.begin(from_keywords(type(self), settings) if resolved is None else resolved, observers)
         self.plan = build_plan(self.resolved, self.context())
         self.feed.check(self.plan)
         check_loss(type(self), Trainer, self.plan)
@@ -107,6 +92,24 @@ class Trainer(Looks):
         seed_everything(self.seed + self.world.rank)
         self.plan.started_with(self.model, self.optimizers.values(), self.step)
         self.built_trains = trains(self.model)
+
+    def begin(self, resolved: Resolved, observers: Any = ()) -> None:
+        """Join the ranks and build the data: all that comes before the model."""
+        # Where the start-up of a run is counted from; a command line that began earlier says so.
+        self.created_at = time.perf_counter()
+        self.world = self.join(resolved.settings)
+        self.resolved = completed(resolved, self.world, type(self).build_optimizer is not Trainer.build_optimizer)
+        self.config: Any = self.resolved.settings
+        self.seed: int = self.config.seed
+        self.device = self.world.device
+        self.observers = list(observers)
+        self.step = 0
+        self.figures = Figures()
+        set_determinism(self.config.deterministic, self.config.debug)
+        own_fp32_precision()  # what an earlier run set for itself
+        seed_everything(self.seed)
+        self.data = self.build_data()
+        self.feed = Feed(self.data, self.config, self.world)
 
     # ---- what research code gives (more of it, for evaluations: looks.py)
 
