@@ -98,7 +98,15 @@ def test_importing_every_strategy_config_data_and_recipe_module_loads_no_torch()
         for part in ("strategies", "core", "data", "config", "observe", "trainer", "distributed", "checkpoint", "cli")
         for path in (PACKAGE / part).glob("*.py")
     ]
-    modules += ["recipes.resnet", "recipes.bert", "recipes.sets", "recipes.fetch", "fasttrain", "fasttrain.registry"]
+    modules += [
+        "recipes.resnet",
+        "recipes.bert",
+        "recipes.sentences",
+        "recipes.sets",
+        "recipes.fetch",
+        "fasttrain",
+        "fasttrain.registry",
+    ]
     assert len(modules) > 60
     assert loaded_by(modules, "torch._C", "torch", "numpy", "tensorboard") == []
     assert loaded_by(["fasttrain.cli", "fasttrain.trainer", "fasttrain.observe", "fasttrain.config"], "rich") == []

@@ -9,9 +9,10 @@ import pytest
 import torch
 
 from benchmarks import compile as compiling
-from benchmarks import gpu, strategies
+from benchmarks import gpu, strategies, text
 from benchmarks.gpu import TinyWords
 from tests.commands import ROOT
+from tests.real_data import needs
 
 
 def rows_of(path):
@@ -146,3 +147,17 @@ def test_times_are_those_of_turns_with_plain_training():
         TinyWords, {"accumulation": {"name": "microbatches", "num": 2}}, torch.device("cpu"), 1
     )
     assert 0.1 < ratio < 20.0  # other work on the machine may fall on one of the two
+
+
+def test_the_text_benchmark_counts_text_and_not_padding(monkeypatch):
+    needs("movie")
+    needs("minilm")
+    monkeypatch.setattr(text, "MIXES", {"short": 32})
+    tiny = {"width": 16, "layers": 1, "heads": 2, "feedforward": 16}
+    rows = text.measure("short", 2, 2, torch.device("cpu"), tiny)
+    assert [row["way"] for row in rows] == list(text.WAYS)
+    share = {row["way"]: row["text_share"] for row in rows}
+    assert share["fixed"] < share["padded"] < share["grouped"] < share["unpadded"]
+    assert share["fixed"] < 0.5 < 0.9 < share["packed"] <= share["unpadded"] <= 1
+    assert rows[0]["ratio"] == 1
+    assert all(row["tokens_per_s"] > 0 and row["batch_size"] == 32 for row in rows)

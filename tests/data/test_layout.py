@@ -1,6 +1,7 @@
 """How sequences lie in a batch: each once in every layout, in rows with room, with boundaries that the model can keep to."""
 
 import itertools
+import re
 
 import numpy as np
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from fasttrain import ConfigError
 from fasttrain.core.batch import cut
 from fasttrain.data.text import Layout, LayoutConfig, Sequences, separate_sequences
-from fasttrain.data.text.layout import first_fit_decreasing
+from fasttrain.data.text.layout import first_fit_decreasing, pack
+from tests.commands import ROOT
 
 PAD = 99
 lengths_lists = st.lists(st.integers(1, 12), min_size=1, max_size=20)
@@ -46,6 +48,12 @@ def test_every_sequence_gets_a_place_in_a_row_that_has_room(lengths, room):
     halves = sum(length > capacity / 2 for length in lengths)
     assert len(rows) <= max(11 / 9 * max(fewest, halves) + 6 / 9, 2 * sum(lengths) / capacity + 1)
     assert rows == first_fit_decreasing(list(lengths), capacity)
+    # Evened out they are as many, hold the same and are no wider.
+    even = pack(lengths, capacity)
+    assert sorted(i for row in even for i in row) == list(range(len(lengths)))
+    assert len(even) == len(rows)
+    widest = [max((sum(lengths[i] for i in row) for row in each), default=0) for each in (even, rows)]
+    assert widest[0] <= widest[1]
 
 
 def test_rows_of_real_lengths_are_nearly_full():
@@ -53,6 +61,8 @@ def test_rows_of_real_lengths_are_nearly_full():
     for batch in (32, 128, 1024):
         lengths = np.clip(rng.gamma(2, 14, batch).astype(int) + 3, 3, 128).tolist()
         assert sum(lengths) / (128 * len(first_fit_decreasing(lengths, 128))) > {32: 0.85, 128: 0.95, 1024: 0.99}[batch]
+        rows = pack(lengths, 128)
+        assert sum(lengths) / (len(rows) * max(sum(lengths[i] for i in row) for row in rows)) > 0.95
 
 
 # ---- batches
@@ -176,3 +186,9 @@ def test_sequences_are_a_data_set_with_an_entry_a_token_and_an_entry_a_sequence(
 def test_layouts_without_sense_are_refused(change, message):
     with pytest.raises(ConfigError, match=message):
         LayoutConfig(**{"layout": "packed", "sequence_length": 12, **change})
+
+
+def test_the_example_of_the_page_runs():
+    (block,) = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "text.md").read_text(), re.DOTALL)
+    assert block.count("assert ") == 4
+    exec(block, {})

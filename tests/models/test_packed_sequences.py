@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 
 import pytest
 import torch
@@ -201,6 +202,13 @@ def test_the_kernel_for_variable_lengths_is_taken_where_it_can_be(dtype, head, d
     assert not attention.takes_varlen(torch.device("cpu"), dtype, head, dropout)
     monkeypatch.setattr(attention, "_is_ampere", lambda device: False)
     assert not attention.takes_varlen(torch.device("cuda", 0), dtype, head, dropout)
+
+
+def test_the_kernel_for_variable_lengths_is_called_by_the_names_that_torch_has():
+    from torch.nn.attention.varlen import varlen_attn
+
+    names = list(inspect.signature(varlen_attn).parameters)
+    assert names[:7] == ["query", "key", "value", "cu_seq_q", "cu_seq_k", "max_q", "max_k"]
 
 
 def test_dropout_falls_on_attention_weights_of_packed_sequences_too():

@@ -7,6 +7,7 @@ every layout, and so are loss and gradient.
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -60,7 +61,7 @@ class Layout:
         if self.config.layout == "unpadded":
             return self._in_rows(batch, lengths, [list(range(len(lengths)))], sum(lengths) + self.config.multiple)
         limit = max(self.config.row_length or self.config.sequence_length, max(lengths))
-        return self._in_rows(batch, lengths, first_fit_decreasing(lengths, limit), limit)
+        return self._in_rows(batch, lengths, pack(lengths, limit), limit)
 
     def _width(self, longest: int, limit: int) -> int:
         return max(longest, min(rounded_up(longest, self.config.multiple), limit))
@@ -90,6 +91,34 @@ class Layout:
             flat[where] = batch[name][is_token]
             laid[name] = flat.view(len(rows), width)
         return laid | {FIRST: torch.from_numpy(first), BOUNDARIES: boundaries(stretches)}
+
+
+def pack(lengths: Sequence[int], capacity: int) -> list[list[int]]:
+    """As few rows of at most `capacity` tokens as first-fit decreasing finds, evened out where that makes them shorter.
+
+    Returns the indices of each row's sequences. Rows are as wide as the fullest of them: a last one that is nearly empty
+    would be filled up with nothing.
+
+    >>> first_fit_decreasing([6, 5, 4, 3, 2, 2], 15), pack([6, 5, 4, 3, 2, 2], 15)
+    ([[0, 1, 2], [3, 4, 5]], [[0, 3, 4], [1, 2, 5]])
+    """
+    rows = first_fit_decreasing(lengths, capacity)
+    even = evened_out(lengths, len(rows))
+    return min(rows, even, key=lambda rows: max((sum(lengths[i] for i in row) for row in rows), default=0))
+
+
+def evened_out(lengths: Sequence[int], rows: int) -> list[list[int]]:
+    """Sequences dealt out over a number of rows: the longest first, each to the row with the fewest tokens so far.
+
+    Source: Graham 1969 (longest processing time first).
+    """
+    dealt: list[list[int]] = [[] for _ in range(rows)]
+    fullness = [(0, row) for row in range(rows)]
+    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+        tokens, row = fullness[0]
+        dealt[row].append(i)
+        heapq.heapreplace(fullness, (tokens + lengths[i], row))
+    return dealt
 
 
 def first_fit_decreasing(lengths: Sequence[int], capacity: int) -> list[list[int]]:
