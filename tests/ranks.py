@@ -94,6 +94,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
+    # A daemon may have no children, and loader workers are some; whoever started this rank ends it anyhow.
+    multiprocessing.current_process()._config["daemon"] = False
     torch.set_num_threads(1)
     store = Path(folder, "store").as_uri()
     dist.init_process_group(

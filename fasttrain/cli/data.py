@@ -19,7 +19,7 @@ from fasttrain.data import Data
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import form, num_samples_of
 from fasttrain.data.naming import name_of
-from fasttrain.data.order import Order
+from fasttrain.data.order import Order, at_most
 from fasttrain.data.survey import Survey, survey
 from fasttrain.distributed.world import leave
 from fasttrain.errors import EXIT_DONE, EXIT_FAILED, ConfigError, FasttrainError
@@ -63,12 +63,10 @@ def look(resolved: Resolved, folder: Path) -> dict[str, Any]:
     trainer = kind.__new__(kind)
     trainer.begin(resolved)  # the data alone: a model is built for the sheet, if augmenting may need it
     settings, given = resolved.settings, trainer.data
-    steps = settings.limit_batches
-    limit = None if steps is None else steps * settings.batch_size
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     sources = {"train": given.train} | ({} if given.evaluation is None else {"evaluation": given.evaluation})
     surveys = {
-        name: survey(given, source, trainer.label_of, cores if cores > 1 else 0, limit)
+        name: survey(given, source, trainer.label_of, cores if cores > 1 else 0, _looked_at(source, settings))
         for name, source in sources.items()
     }
     if len(surveys["train"].labels) > max(FEW_LABELS, surveys["train"].seen // 2):
@@ -179,6 +177,14 @@ def _readable(given: Data, found: Survey) -> Data:
     left_out = {index for index, _, _ in found.broken}
     kept = [index for index in range(found.samples) if index not in left_out]
     return replace(given, train=torch.utils.data.Subset(given.train, kept), size_at=None)
+
+
+def _looked_at(source: Any, settings: Any) -> int | None:
+    """How many samples `limit_batches` leaves of a source; None: all."""
+    limit, batch_size, size = settings.limit_batches, settings.batch_size, num_samples_of(source)
+    if limit is None or (limit < 1 and size is None):
+        return None
+    return batch_size * (int(limit) if size is None else max(1, at_most(limit, -(-size // batch_size))))
 
 
 def _speeds(given: Data, batch_size: int, cores: int) -> list[dict[str, Any]]:

@@ -20,6 +20,8 @@ from fasttrain.errors import (
     EXIT_FAILED,
     EXIT_STOPPED,
     EXIT_WRONG_REQUEST,
+    BatchError,
+    BrokenSample,
     ConfigError,
     ConfigErrors,
     FasttrainError,
@@ -105,6 +107,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     except ConfigError as error:
         return _tell_wrong_request(error, "--json" in words)
     except FasttrainError as error:
+        if isinstance(error, BatchError | BrokenSample) and error.__cause__ is not None:  # raised by code of the user's
+            _say("".join(traceback.format_exception(error.__cause__)).rstrip())
         _say(f"{type(error).__name__}: {error}")
         return error.exit_code
     except KeyboardInterrupt:

@@ -72,7 +72,7 @@ class Settings:
     resume: str | None = None
     resume_skip: list[str] = field(default_factory=list)
     max_time: str | None = None
-    limit_batches: int | None = None
+    limit_batches: int | float | None = None
     log: Log = field(default_factory=Log)
     evaluate: Evaluate = field(default_factory=Evaluate)
     checkpoint: Checkpoint = field(default_factory=Checkpoint)
@@ -82,7 +82,12 @@ class Settings:
     plugins: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        mistakes = _below_one(self, "batch_size", "steps", "epochs", "limit_batches")
+        mistakes = _below_one(self, "batch_size", "steps", "epochs")
+        if (limit := self.limit_batches) is not None and (limit <= 0 or (limit > 1 and limit != int(limit))):
+            mistakes["limit_batches"] = (
+                f"limit_batches={limit} is neither a number of steps nor a share of them; give 1 or more, or a share "
+                "between 0 and 1"
+            )
         if self.steps is not None and self.epochs is not None:
             mistakes["epochs"] = f"steps={self.steps} and epochs={self.epochs} are both given; give one of them"
         if self.max_time is not None and _seconds(self.max_time) is None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sized
 from typing import Any
 
 from fasttrain.core.batch import Microbatches, leading
 from fasttrain.data.data import Data
+from fasttrain.data.lost import lost
+from fasttrain.data.order import at_most
 from fasttrain.data.reading import Portion, Position
 from fasttrain.data.seeds import mix, own_randomness
-from fasttrain.data.workers import read
+from fasttrain.data.workers import end_pass, end_workers_of, read
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 
@@ -25,39 +27,56 @@ class ByBatches:
 
     exact = False
 
-    def __init__(self, data: Data, share: int, seed: int, rank: int, ranks: int, limit: int | None = None) -> None:
+    def __init__(self, data: Data, share: int, seed: int, rank: int, ranks: int, limit: float | None = None) -> None:
         self.source = batched(data.train, share, data) if share else data.train
         self.transform, self.rank, self.ranks = data.transform, rank, ranks
         self._share, self._seeds = share, (seed, "given", rank)
         self._saw_whole_batch = False
         self.steps_per_epoch = self.epoch_end = self._length(limit)
 
-    def _length(self, limit: int | None) -> int | None:
+    def _length(self, limit: float | None) -> int | None:
         try:
             steps = len(self.source)
         except TypeError:
-            return limit
-        return steps if limit is None else min(steps, limit)
+            if limit is not None and limit < 1:
+                raise ConfigError(
+                    f"limit_batches={limit} is a share of the steps, and the training data does not say how many it has; "
+                    "give a number of steps."
+                ) from None
+            return None if limit is None else int(limit)
+        return steps if limit is None else at_most(limit, steps)
 
-    def portions(self, position: Position) -> Iterator[Portion]:
+    def portions(self, position: Position) -> Generator[Portion, None, None]:
         """Portions from a position on, through one epoch after the other, without end."""
+        try:
+            yield from self._portions(position)
+        finally:
+            end_workers_of(self.source)
+
+    def _portions(self, position: Position) -> Iterator[Portion]:
         epoch, seen, end = position.epoch, position.seen, self.epoch_end
         while True:
-            for batch, here in self._epoch(epoch, seen):
-                first, seen = seen, seen + 1
-                over = end is not None and seen >= end
-                after = Position(epoch + 1, 0) if over else Position(epoch, seen)
-                yield Portion(batch, here, here * self.ranks, epoch, first, after)
-                if over:
-                    break
+            with contextlib.closing(self._epoch(epoch, seen)) as batches:
+                for batch, here in batches:
+                    first, seen = seen, seen + 1
+                    over = end is not None and seen >= end
+                    after = Position(epoch + 1, 0) if over else Position(epoch, seen)
+                    yield Portion(batch, here, here * self.ranks, epoch, first, after)
+                    if over:
+                        break
             epoch, seen = epoch + 1, 0
 
-    def _epoch(self, epoch: int, skip: int) -> Iterator[tuple[Any, int]]:
+    def told(self, portion: Portion) -> str:
+        """Which batch of the data a portion is."""
+        return f"batch {portion.first} of epoch {portion.epoch} of the training data"
+
+    def _epoch(self, epoch: int, skip: int) -> Generator[tuple[Any, int], None, None]:
         number = -1
-        for number, batch in enumerate(given_batches(self.source, self.transform, *self._seeds, epoch=epoch)):
-            here = self._samples_in(batch, number)
-            if number >= skip:
-                yield batch, here
+        with contextlib.closing(given_batches(self.source, self.transform, *self._seeds, epoch=epoch)) as given:
+            for number, batch in enumerate(given):
+                here = self._samples_in(batch, number)
+                if number >= skip:
+                    yield batch, here
         if number < 0 and epoch:
             raise ConfigError(
                 f"the training data gave no batch in epoch {epoch + 1}; an iterator can be gone through once: give what can "
@@ -114,7 +133,9 @@ def batched(source: Any, share: int, data: Data) -> Any:
     return source
 
 
-def given_batches(source: Any, transform: Callable[[Any], Any] | None, *seeds: object, epoch: int) -> Iterator[Any]:
+def given_batches(
+    source: Any, transform: Callable[[Any], Any] | None, *seeds: object, epoch: int
+) -> Generator[Any, None, None]:
     """The batches that an iterable gives by itself.
 
     What it draws for them from the host's global generators follows from `seeds`, the epoch and the number of the batch:
@@ -123,18 +144,23 @@ def given_batches(source: Any, transform: Callable[[Any], Any] | None, *seeds: o
     _tell_epoch(source, epoch)
     with own_randomness(mix(*seeds, epoch)):
         reading = read(source) if isinstance(source, torch.utils.data.DataLoader) else iter(source)
-    if transform is None and _draws_nothing_here(source):
-        yield from reading
-        return
-    for number in itertools.count():
-        with own_randomness(mix(*seeds, epoch, number)):
-            try:
-                batch = next(reading)
-            except StopIteration:
-                return
-            if transform is not None:
-                batch = transform(batch)
-        yield batch
+    number, draws = 0, transform is not None or not _draws_nothing_here(source)
+    try:
+        for number in itertools.count():
+            with own_randomness(mix(*seeds, epoch, number)) if draws else contextlib.nullcontext():
+                try:
+                    batch = next(reading)
+                except StopIteration:
+                    return
+                if transform is not None:
+                    batch = transform(batch)
+            yield batch
+    except (RuntimeError, OSError, EOFError) as error:
+        if (found := lost(error)) is None:
+            raise
+        raise found from error
+    finally:
+        end_pass(reading)
 
 
 @contextlib.contextmanager

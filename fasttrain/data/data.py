@@ -21,7 +21,11 @@ class Data:
     global random generators are then seeded by (seed, epoch, position), so that what it draws does not depend on
     workers, prefetching or restarts. The same holds for what a data set draws, sample by sample, and for what an iterable
     draws, batch by batch (the order of a shuffling DataLoader, unless it was given a generator of its own). Samplers and
-    data sets with a `set_epoch` are told the epoch.
+    data sets with a `set_epoch` are told the epoch, also in workers, which stay for the whole run.
+
+    `drop_last`: the samples that fill no batch of an epoch are left out. `repeats`: repeated augmentation; each image of a
+    batch stands in it so many times, augmented anew. `check(batch)` looks at each batch on the host, of training and
+    evaluation, and raises what is wrong. `timeout_s`: how long to wait for a batch of the workers.
 
     `size_at(epoch, position)` says how large the samples are read in the step that begins at that sample of the epoch:
     training samples then come from the data set's `at_size(index, size)`. Evaluation reads them as they are.
@@ -47,6 +51,10 @@ class Data:
     num_workers: int = 0
     shuffle: bool = True
     prefetch: int = 2
+    drop_last: bool = False
+    repeats: int = 1
+    check: Callable[[Any], None] | None = None
+    timeout_s: float | None = None
     size_at: Callable[[int, int], int] | None = None
     lengths: Any = None
     lay_out: Callable[[Any], Any] | None = None
@@ -58,6 +66,31 @@ class Data:
             raise ConfigError(
                 f"size_at is given, and a {type(self.train).__name__} has no at_size(index, size); add it to read samples "
                 "by, or resize batches in Trainer.augment."
+            )
+        if isinstance(self.repeats, bool) or not isinstance(self.repeats, int) or self.repeats < 1:
+            raise ConfigError(
+                f"Data(repeats={self.repeats!r}) is no number of copies; give 1 (each image once) or more."
+            )
+        if self.num_workers != "auto" and (not isinstance(self.num_workers, int) or self.num_workers < 0):
+            raise ConfigError(
+                f"Data(num_workers={self.num_workers!r}) is no number of workers; give 0 (none: the training process reads) "
+                "or more."
+            )
+        if self.check is not None and not callable(self.check):
+            raise ConfigError(
+                f"Data(check=...) is a {type(self.check).__name__}; give a function that takes a batch and raises what is "
+                "wrong with it."
+            )
+        if self.timeout_s is None:
+            return
+        if not self.timeout_s > 0:
+            raise ConfigError(
+                f"Data(timeout_s={self.timeout_s}) is no time to wait; give seconds, or None: without end."
+            )
+        if self.num_workers == 0:
+            raise ConfigError(
+                f"Data(timeout_s={self.timeout_s}) waits for workers, and there are none; give num_workers=1 or more, or "
+                "leave timeout_s out."
             )
 
 

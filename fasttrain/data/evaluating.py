@@ -12,35 +12,68 @@ from fasttrain.core.batch import leading
 from fasttrain.data.by_batches import batched, given_batches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import Data, form, num_samples_of
-from fasttrain.data.order import Order
+from fasttrain.data.order import Order, at_most
 from fasttrain.data.reading import Portion, Position
 from fasttrain.data.seeds import own_randomness
+from fasttrain.data.workers import end_workers_of
 from fasttrain.distributed.world import World
+from fasttrain.errors import ConfigError
 from fasttrain.lazy import pytree, torch
 
 
-def evaluation_portions(
-    data: Data, batch_size: int, seed: int, world: World, limit: int | None = None
-) -> Iterator[Portion]:
-    """What this rank evaluates of `data.evaluation`: its share of each step, at most `limit` steps. All ranks call it.
+class Evaluating:
+    """What this rank evaluates of `data.evaluation`: its share of each step, at most `limit` steps.
 
     `batch_size` counts over all ranks. `first` of a portion is the number of the step's first sample, or the number of
-    the batch where the data cuts its own: then ranks may have different numbers of them.
+    the batch where the data cuts its own: then ranks may have different numbers of them. A `limit` below 1 is a share of
+    the steps, at least one. Workers stay from one evaluation to the next, until `close`.
     """
-    rank, ranks = world.rank, world.size
-    source = batched_stream(data.evaluation, batch_size, ranks, data)
-    if (dealt := _dealt_data_set(data, source, world)) is not None:
-        data, source, size, batch_size = dealt
-    elif form(source) == "batches":
-        given = given_batches(source, None, seed, "evaluation", rank, epoch=0)
-        for number, batch in enumerate(itertools.islice(given, limit)):
+
+    def __init__(self, data: Data, batch_size: int, seed: int, world: World, limit: float | None = None) -> None:
+        rank, ranks = world.rank, world.size
+        self.source = batched_stream(data.evaluation, batch_size, ranks, data)
+        self.limit, self._seeds = limit, (seed, "evaluation", rank)
+        self.reader: ByOrder | None = None
+        if (dealt := _dealt_data_set(data, self.source, world)) is not None:
+            data, source, size, batch_size = dealt
+        elif form(self.source) == "batches":
+            return
+        else:
+            source, size = self.source, num_samples_of(self.source)
+            assert size is not None
+        limit = None if limit is None or not size else max(1, at_most(limit, -(-size // batch_size)))
+        order = Order(size=size, batch_size=batch_size, seed=seed, shuffle=False, limit=limit)
+        self.reader = ByOrder(data, source, order, rank, ranks, train=False)
+
+    def portions(self) -> Iterator[Portion]:
+        """The portions of one evaluation."""
+        if self.reader is not None:
+            yield from self.reader.epoch(0)
+            return
+        given = given_batches(self.source, None, *self._seeds, epoch=0)
+        for number, batch in enumerate(itertools.islice(given, self._most())):
             yield Portion(batch, leading(batch), 0, 0, number, Position())
-        return
-    else:
-        size = num_samples_of(source)
-        assert size is not None
-    order = Order(size=size, batch_size=batch_size, seed=seed, shuffle=False, limit=limit)
-    yield from ByOrder(data, source, order, rank, ranks, train=False).epoch(0)
+
+    def _most(self) -> int | None:
+        if self.limit is None or self.limit >= 1:
+            return None if self.limit is None else int(self.limit)
+        try:
+            return max(1, at_most(self.limit, len(self.source)))
+        except TypeError:
+            raise ConfigError(
+                f"limit_batches={self.limit} is a share of the batches, and the evaluation data does not say how many it "
+                "has; give a number of batches."
+            ) from None
+
+    def told(self, portion: Portion) -> str:
+        """What of the data a portion is."""
+        return f"batch {portion.first} of the evaluation data" if self.reader is None else self.reader.told(portion)
+
+    def close(self) -> None:
+        """End the workers."""
+        if self.reader is not None:
+            self.reader.close()
+        end_workers_of(self.source)
 
 
 def batched_stream(evaluation: Any, batch_size: int, ranks: int, data: Data) -> Any:

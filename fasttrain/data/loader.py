@@ -1,103 +1,112 @@
-"""Reading the samples at given positions: in memory, or by worker processes."""
+"""Reading a map-style data set batch by batch, in this process or by workers that stay."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Iterator
+import pickle
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, cast
 
-from fasttrain.core.batch import num_samples, pieces
-from fasttrain.data.data import Data, form, take
-from fasttrain.data.order import Order, share
-from fasttrain.data.seeds import mix, own_randomness, seed_host
-from fasttrain.data.workers import read
+from fasttrain.data.fetching import Failed, Fetcher, Key
+from fasttrain.data.lost import full_shared_memory, lost
+from fasttrain.data.naming import described
+from fasttrain.data.seeds import mix
+from fasttrain.data.workers import Duty, end, read
 from fasttrain.lazy import torch
 
-# Epoch and index of a sample, and how large it is read where a schedule says so.
-Key = tuple[int, int, int | None]
 
+class Loader:
+    """Batches of a map-style data set by their keys. Workers stay from the first batch to `close`, over all readings.
 
-class SeededSamples:
-    """A map-style data set read at (epoch, position, index): what a sample draws depends on nothing else."""
+    `timeout_s`: how long to wait for a batch of the workers; None: without end.
 
-    def __init__(self, dataset: Any, seed: int, in_worker: bool) -> None:
-        self.dataset, self.seed, self.in_worker = dataset, seed, in_worker
-
-    def __len__(self) -> int:
-        return len(self.dataset)
-
-    def __getitems__(self, keys: list[Key]) -> list[Any]:
-        """The samples of a batch (torch's DataLoader calls this)."""
-        # Kept and put back once a batch: for each sample that would take 80 µs, three times what all else takes.
-        with contextlib.nullcontext() if self.in_worker else own_randomness(0):
-            return [self._sample(*key) for key in keys]
-
-    def _sample(self, epoch: int, index: int, size: int | None) -> Any:
-        seed_host(mix(self.seed, "sample", epoch, index))
-        return self.dataset[index] if size is None else self.dataset.at_size(index, size)
-
-
-def epoch_batches(
-    data: Data, source: Any, order: Order, epoch: int, position: int, rank: int, ranks: int, train: bool
-) -> Iterator[tuple[Any, int, int]]:
-    """This rank's batches of an epoch from `position` (samples over all ranks) on.
-
-    Gives `(batch, samples here, samples over all ranks)`. A rank whose share of a short last step is empty gets an empty
-    batch from tensors, and `None` from a data set.
+    Raises:
+        BrokenSample, BatchError: see `Fetcher`.
+        LostWorker: a worker died, or gave nothing for `timeout_s`.
     """
-    spans = order.spans(position)
-    shares = [share(first, end, rank, ranks) for first, end in spans]
-    indices = order.epoch(epoch)
-    in_memory = form(source) == "tensors"
-    transform = data.transform if train else None
-    whole = in_memory and ranks > 1 and transform is not None and not data.transform_share
-    if in_memory:
-        batches: Iterable[Any] = (take(source, indices[a:b]) for a, b in (spans if whole else shares))
-    else:
-        size_at = data.size_at if train else None
-        keys = [
-            (a, b, None if size_at is None else size_at(epoch, first))
-            for (first, _), (a, b) in zip(spans, shares, strict=True)
-            if a < b
-        ]
-        batches = _read(data, source, Keys(epoch, indices.numpy(), keys), order.seed)
-    reading = iter(batches)
-    for (first, end), (low, high) in zip(spans, shares, strict=True):
-        if low == high and not in_memory:
-            yield None, 0, end - first
-            continue
-        batch = next(reading)
-        if transform is not None and (whole or low < high):
-            with own_randomness(mix(order.seed, "batch", epoch, first if whole else low)):
-                batch = transform(batch)
-        if whole:
-            num_samples(batch, expected=end - first)
-            (batch,) = pieces(batch, [(low - first, high - first)])
-        yield batch, high - low, end - first
+
+    def __init__(
+        self,
+        dataset: Any,
+        seed: int,
+        *,
+        batch_size: int,
+        num_workers: int = 0,
+        timeout_s: float | None = None,
+        collate: Callable[[list[Any]], Any] | None = None,
+        what: str = "data",
+        repeats: int = 1,
+    ) -> None:
+        self.fetcher = Fetcher(dataset, seed, collate=collate, what=what, num_workers=num_workers, repeats=repeats)
+        self.batch_size, self.num_workers, self.timeout_s = batch_size, num_workers, timeout_s
+        self._seed = seed
+        self._keys: Iterable[Key] = ()
+        self._loader: Any = None
+        self._iterator: Any = None
+
+    def batches(self, keys: Iterable[Key]) -> Iterator[Any]:
+        """The batch of each key, in their order. One reading at a time."""
+        if not self.num_workers:
+            for key in keys:
+                yield self.fetcher.__getitems__(key)
+            return
+        reading = self._begin(keys)
+        while True:
+            try:
+                packed = next(reading, None)
+                batch = packed if packed is None or isinstance(packed, Failed) else pickle.loads(packed)
+            except (RuntimeError, OSError, EOFError) as error:
+                if (found := lost(error)) is None:
+                    raise
+                raise found from error
+            if batch is None and packed is None:
+                return
+            if isinstance(batch, Failed):
+                error = batch.raised()
+                if batch.shared_memory_is_full:
+                    raise full_shared_memory(error, self._duty(), self.num_workers) from error
+                raise error
+            yield batch
+
+    def _begin(self, keys: Iterable[Key]) -> Iterator[Any]:
+        self._keys = keys
+        if self._loader is None:
+            self._loader = torch.utils.data.DataLoader(
+                cast(Any, self.fetcher),
+                batch_sampler=cast(Any, _Given(self)),
+                num_workers=self.num_workers,
+                collate_fn=_as_it_is,
+                persistent_workers=True,
+                timeout=self.timeout_s or 0,
+                # Given, so that making an iterator draws nothing from the global generator.
+                generator=torch.Generator().manual_seed(mix(self._seed, "workers")),
+            )
+        self._iterator = read(self._loader, self._duty())
+        return self._iterator
+
+    def close(self) -> None:
+        """End the workers."""
+        if self._iterator is not None:
+            end(self._iterator)
+        self._loader = self._iterator = None
+
+    def _duty(self) -> Duty:
+        return Duty(self.fetcher.what, self.batch_size, self._sample_of)
+
+    def _sample_of(self, worker: int) -> str | None:
+        """The sample that a worker reads now; None between batches."""
+        index = -1 if self.fetcher.reading is None else self.fetcher.reading[worker]
+        return described(self.fetcher.dataset, index) if index >= 0 else None
 
 
-class Keys:
-    """The keys of each batch of an epoch, made as they are asked for."""
+class _Given:
+    """The keys of the reading that is going on."""
 
-    def __init__(self, epoch: int, indices: Any, shares: list[tuple[int, int, int | None]]) -> None:
-        self.epoch, self.indices, self.shares = epoch, indices, shares
+    def __init__(self, loader: Loader) -> None:
+        self.loader = loader
 
-    def __len__(self) -> int:
-        return len(self.shares)
-
-    def __iter__(self) -> Iterator[list[Key]]:
-        for low, high, size in self.shares:
-            yield [(self.epoch, index, size) for index in self.indices[low:high].tolist()]
+    def __iter__(self) -> Iterator[Key]:
+        return iter(self.loader._keys)
 
 
-def _read(data: Data, source: Any, keys: Keys, seed: int) -> Iterable[Any]:
-    workers = data.num_workers if len(keys) else 0
-    loader = torch.utils.data.DataLoader(
-        cast(Any, SeededSamples(source, seed, in_worker=workers > 0)),
-        batch_sampler=keys,
-        num_workers=workers,
-        collate_fn=data.collate,
-        # Given, so that making an iterator draws nothing from the global generator.
-        generator=torch.Generator().manual_seed(mix(seed, "workers")),
-    )
-    return read(loader)
+def _as_it_is(batch: Any) -> Any:
+    return batch

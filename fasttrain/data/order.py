@@ -19,20 +19,28 @@ class Order:
     """The samples of each step: `size` an epoch, `batch_size` a step over all ranks, at most `limit` steps an epoch.
 
     `lengths` (int64, `[size]`): shuffled samples are then grouped by length.
+    `limit` below 1 is a share of the epoch's steps, rounded down. `drop_last` leaves out the samples that fill no batch.
+    With `repeats`, each sample that is drawn stands in its batch that many times, one copy beside the other: an epoch of
+    `size` samples then holds `size / repeats` of them, others in each epoch.
+    Source: Hoffer et al. 2019, arXiv:1901.09335.
     """
 
     size: int
     batch_size: int
     seed: int = 0
     shuffle: bool = True
-
-    limit: int | None = None
+    limit: float | None = None
+    drop_last: bool = False
+    repeats: int = 1
     lengths: Any = field(default=None, compare=False, repr=False)
 
     @property
     def end(self) -> int:
-        """Samples of an epoch that are seen: all, or those of the first `limit` steps."""
-        return self.size if self.limit is None else min(self.size, self.limit * self.batch_size)
+        """Samples of an epoch that are seen: all, or those of the first `limit` steps, or those of whole batches."""
+        whole = self.size // self.batch_size * self.batch_size
+        size = whole if self.drop_last else self.size
+        steps = -(-size // self.batch_size)
+        return size if self.limit is None else min(size, at_most(self.limit, steps) * self.batch_size)
 
     @property
     def steps_per_epoch(self) -> int:
@@ -42,16 +50,29 @@ class Order:
     def epoch(self, epoch: int) -> Any:
         """Indices of all samples in the order of this epoch: int64, `[size]`."""
         if not self.shuffle:
-            return torch.arange(self.size)
-        generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
-        shuffled = torch.randperm(self.size, generator=generator)
-        if self.lengths is None:
-            return shuffled
-        return group_by_length(shuffled, self.lengths, self.batch_size, generator)
+            drawn = torch.arange(self.size)
+        else:
+            generator = torch.Generator().manual_seed(mix(self.seed, "order", epoch))
+            drawn = torch.randperm(self.size, generator=generator)
+            if self.lengths is not None:
+                drawn = group_by_length(drawn, self.lengths, self.batch_size, generator)
+        if self.repeats == 1:
+            return drawn
+        return drawn[: -(-self.size // self.repeats)].repeat_interleave(self.repeats)[: self.size]
 
     def spans(self, position: int = 0) -> list[tuple[int, int]]:
         """First position and end of each step of an epoch from `position` on, over all ranks."""
         return [(a, min(a + self.batch_size, self.end)) for a in range(position, self.end, self.batch_size)]
+
+
+def at_most(limit: float, steps: int) -> int:
+    """The steps that a limit leaves: so many, or that share of them, rounded down.
+
+    >>> at_most(3, 9), at_most(0.5, 9), at_most(0.1, 9), at_most(20, 9)
+    (3, 4, 0, 9)
+    """
+    # Rounded first: 0.29 * 100 is 28.999999999999996.
+    return min(steps, int(round(limit * steps, 9)) if limit < 1 else int(limit))
 
 
 def share(first: int, end: int, rank: int, ranks: int) -> tuple[int, int]:

@@ -6,7 +6,7 @@ reads on the host and knows nothing of devices and models.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -43,7 +43,7 @@ class Reader(Protocol):
     # Whether the samples over all ranks are known, and not guessed from those of this rank.
     exact: bool
 
-    def portions(self, position: Position) -> Iterator[Portion]:
+    def portions(self, position: Position) -> Generator[Portion, None, None]:
         """Portions from a position on, through one epoch after the other, without end."""
         ...
 
@@ -54,6 +54,10 @@ class Reader(Protocol):
     @property
     def can_begin_anew(self) -> bool:
         """Whether the data can be gone through beside the training, which is in the middle of it."""
+        ...
+
+    def told(self, portion: Portion) -> str:
+        """What of the data a portion is, for a message: its samples by name, or the number of the batch."""
         ...
 
     def undisturbed(self) -> AbstractContextManager[None]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 import atexit
 import signal
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 
 class LeaveSignalsToTrainer:
@@ -40,10 +40,30 @@ def _leave_once(number: int, frame: FrameType | None) -> None:
     signal.signal(number, signal.SIG_DFL)
 
 
-_reading: weakref.WeakSet[Any] = weakref.WeakSet()
+class Duty(NamedTuple):
+    """What the workers of a loader read, and how to find the sample that one of them reads now."""
+
+    what: str = "data"
+    batch_size: int | None = None
+    sample_of: Callable[[int], str | None] = lambda worker: None
 
 
-def read(loader: Any) -> Iterator[Any]:
+class Death(NamedTuple):
+    """A worker that ended before its time: its number, of how many, its process, exit code (negative: a signal), duty."""
+
+    number: int
+    workers: int
+    process: int
+    code: int
+    what: str
+    batch_size: int | None
+    sample: str | None
+
+
+_reading: weakref.WeakKeyDictionary[Any, Duty] = weakref.WeakKeyDictionary()
+
+
+def read(loader: Any, duty: Duty | None = None) -> Iterator[Any]:
     """An iterator over a torch DataLoader whose workers leave signals to this process, and end with it."""
     if loader.num_workers == 0:
         return iter(loader)
@@ -53,11 +73,66 @@ def read(loader: Any) -> Iterator[Any]:
     if not _reading:
         atexit.unregister(_end_workers)
         atexit.register(_end_workers)
-    _reading.add(iterator)
+    _reading[iterator] = duty or Duty(batch_size=loader.batch_size)
     return iterator
+
+
+# Deaths among the workers that were ended last. torch raises what it has to say of one at any moment, also afterwards.
+_found_dead: list[Death] = []
+
+
+def _dead(iterator: Any, duty: Duty) -> list[Death]:
+    workers = iterator._workers
+    return [
+        Death(number, len(workers), worker.pid, worker.exitcode, duty.what, duty.batch_size, duty.sample_of(number))
+        for number, worker in enumerate(workers)
+        if worker.exitcode
+    ]
+
+
+def deaths() -> list[Death]:
+    """Workers that ended before their time, of those that read now."""
+    return [death for iterator, duty in at_work() for death in _dead(iterator, duty)]
+
+
+def earlier_deaths() -> list[Death]:
+    """Workers that had ended before their time when the last of them were ended."""
+    return list(_found_dead)
+
+
+def end(iterator: Any) -> None:
+    """End the workers of an iterator, also those that hang."""
+    if not (isinstance(iterator, Hashable) and iterator in _reading):  # of another kind, or begun by someone else
+        return
+    begun: Any = iterator
+    _found_dead[:] = _dead(begun, _reading.pop(iterator)) or _found_dead
+    begun._shutdown_workers()
+    for worker in begun._workers:
+        if worker.is_alive():  # it took two SIGTERM for a wish of the scheduler, or does not come back from the kernel
+            worker.kill()
+            worker.join()
+
+
+def at_work() -> list[tuple[Any, Duty]]:
+    """The iterators that have workers now, and what these read."""
+    return list(_reading.items())
+
+
+def end_pass(iterator: Any) -> None:
+    """End the workers of an iterator that was left, unless its loader keeps them for the next pass."""
+    if not getattr(iterator, "_persistent_workers", False):
+        end(iterator)
+
+
+def end_workers_of(loader: Any) -> None:
+    """End the workers that a loader with `persistent_workers` kept; it starts new ones where it is read again."""
+    iterator = getattr(loader, "_iterator", None)
+    if iterator is not None and iterator in _reading:
+        end(iterator)
+        loader._iterator = None
 
 
 def _end_workers() -> None:
     # An iterator that something still holds has workers that wait for work; Python would wait for them without end.
     for iterator in list(_reading):
-        iterator._shutdown_workers()
+        end(iterator)

@@ -57,6 +57,9 @@ def evaluating(trainer: Trainer) -> Iterator[None]:
     try:
         with torch.no_grad(), plan.evaluating(model):
             yield
+    except Exception as error:
+        trainer.feed.name_batch(error)
+        raise
     finally:
         model.train(was_training)
         for module in frozen:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -13,10 +14,11 @@ from fasttrain.core.batch import Microbatches, leading
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
+from fasttrain.data.amounts import no_steps, refuse_repeats
 from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import num_samples_of
-from fasttrain.data.evaluating import evaluation_portions
+from fasttrain.data.evaluating import Evaluating
 from fasttrain.data.grouping import digest, lengths_of
 from fasttrain.data.order import Order, share
 from fasttrain.data.packed import warn_of_huge_lists
@@ -53,7 +55,14 @@ class Feed:
         self.read_ahead: Callable[[], None] | None = None
         self.position = Position()
         self.samples = 0
+        refuse_repeats(data, settings.batch_size)
         self.reader: Reader = self._reader(size)
+        # What was given last: the portion without its batch, and its reader; None while the next one is read.
+        self._in_step: tuple[Portion, Reader | Evaluating] | None = None
+        self._evaluating: Evaluating | None = None
+        self._keeps_workers = False
+        if self.reader.steps_per_epoch == 0:
+            raise no_steps(data, settings.batch_size, settings.limit_batches)
         if settings.batch_size < world.size:
             raise ConfigError(
                 f"batch_size={settings.batch_size} cannot be cut over {world.size} ranks; use {world.size} or more."
@@ -75,6 +84,8 @@ class Feed:
             shuffle=self.data.shuffle,
             limit=settings.limit_batches,
             lengths=lengths,
+            drop_last=self.data.drop_last,
+            repeats=self.data.repeats,
         )
         return ByOrder(self.data, self.data.train, order, world.rank, world.size)
 
@@ -96,6 +107,8 @@ class Feed:
             "samples": size,
             "shuffle": self.data.shuffle,
             "lengths (their hash)": None if self.data.lengths is None else digest(self.data.lengths),
+            "drop_last": self.data.drop_last,
+            "repeats": self.data.repeats,
             "limit_batches": settings.limit_batches,
             "steps an epoch": self.steps_per_epoch,
             "steps": self.total_steps,
@@ -123,6 +136,13 @@ class Feed:
                 f"epochs={epochs}: the data does not say how many batches an epoch has; set steps=N instead."
             )
         return epochs * self.steps_per_epoch
+
+    def remarks(self) -> list[str]:
+        """What is to be said of the data before the first step."""
+        order, asked = self.order, self.settings.batch_size
+        if order is None or order.size >= asked:
+            return []
+        return [f"batch_size={asked}, and the training data holds {order.size} samples: each step takes all of them"]
 
     def check(self, plan: Plan) -> None:
         """Refuse a last step with fewer samples than ranks, where every rank must compute in each step.
@@ -167,32 +187,33 @@ class Feed:
         """The first training batches of this rank once more, on the device; position and generators stay where they are."""
         with self.reader.undisturbed():
             portions = self.reader.portions(self.reader.beginning(self.position))
-            for read in self._read(itertools.islice(portions, batches), task, plan):
-                yield self._given(read, task, plan)
+            with contextlib.closing(portions):
+                for read in self._read(itertools.islice(portions, batches), self.reader, task, plan):
+                    yield self._given(read, task, plan)
 
-    def training(self, task: Task, plan: Plan, steps: int | None = None) -> Iterator[Any]:
+    def training(self, task: Task, plan: Plan, steps: int | None = None) -> Generator[Any, None, None]:
         """Training batches on the device, from the position on, without end. The position counts what was given.
 
         `steps`: how many will be asked for; nothing is read ahead of the last of them.
         """
-        reading = self._read(self.reader.portions(self.position), task, plan, counting=task.augment is not None)
-        if not self.prefetch:
-            for read in reading:
-                yield self._trained_on(read, task, plan)
-            return
-        ahead = Ahead(reading, self.prefetch, steps)
-        self.read_ahead = ahead.fill
-        try:
-            for read in ahead:
-                yield self._trained_on(read, task, plan)
-                ahead.fill()
-        finally:
-            self.read_ahead = None
+        with contextlib.closing(self.reader.portions(self.position)) as portions:
+            reading = self._read(portions, self.reader, task, plan, counting=task.augment is not None)
+            ahead = Ahead(reading, self.prefetch, steps) if self.prefetch else None
+            self.read_ahead = None if ahead is None else ahead.fill
+            try:
+                for read in reading if ahead is None else ahead:
+                    yield self._trained_on(read, task, plan)
+                    self._in_step = None
+                    if ahead is not None:
+                        ahead.fill()
+            finally:
+                self.read_ahead = None
 
     def _trained_on(self, read: Read, task: Task, plan: Plan) -> Any:
         batch = self._given(read, task, plan, task.augment)
         self.position = read.portion.after
         self.samples += read.portion.everywhere
+        self._in_step = read.portion._replace(batch=None), self.reader
         return batch
 
     def evaluation(self, task: Task, plan: Plan, source: Any = None) -> Iterator[tuple[Any, Portion]]:
@@ -200,20 +221,63 @@ class Feed:
 
         `source`: in place of the evaluation data, in one of its forms.
         """
-        data = self.data if source is None else replace(self.data, evaluation=source)
+        evaluating = self._evaluating if source is None else None
+        if evaluating is None:
+            evaluating = self._evaluation_of(self.data if source is None else replace(self.data, evaluation=source))
+        if kept := source is None and self._keeps_workers:
+            self._evaluating = evaluating
+        try:
+            ahead = Ahead(
+                self._read((p for p in evaluating.portions() if p.here), evaluating, task, plan), self.prefetch
+            )
+            for read in ahead:
+                batch = self._given(read, task, plan)
+                self._in_step = read.portion._replace(batch=None), evaluating
+                yield batch, read.portion
+                self._in_step = None
+                ahead.fill()
+        finally:
+            if not kept:
+                evaluating.close()
+
+    def _evaluation_of(self, data: Data) -> Evaluating:
         settings = self.settings
         batch_size = settings.evaluate.batch_size or settings.batch_size
-        portions = evaluation_portions(data, batch_size, settings.seed, self.world, settings.limit_batches)
-        ahead = Ahead(self._read((p for p in portions if p.here), task, plan), self.prefetch)
-        for read in ahead:
-            yield self._given(read, task, plan), read.portion
-            ahead.fill()
+        return Evaluating(data, batch_size, settings.seed, self.world, settings.limit_batches)
 
-    def _read(self, portions: Iterable[Portion], task: Task, plan: Plan, counting: bool = False) -> Iterator[Read]:
+    @contextlib.contextmanager
+    def keeping_workers(self) -> Iterator[None]:
+        """Inside, the workers of evaluations stay from one to the next; afterwards they have ended."""
+        self._keeps_workers = True
+        try:
+            yield
+        finally:
+            self._keeps_workers = False
+            if self._evaluating is not None:
+                self._evaluating.close()
+                self._evaluating = None
+
+    def name_batch(self, error: Exception) -> None:
+        """Note in an error of a step which samples its batch holds."""
+        if self._in_step is not None and not isinstance(error, ConfigError):
+            portion, reader = self._in_step
+            error.add_note(f"The batch of this step: {reader.told(portion)}.")
+            self._in_step = None  # told once
+
+    def _read(
+        self,
+        portions: Iterable[Portion],
+        reader: Reader | Evaluating,
+        task: Task,
+        plan: Plan,
+        counting: bool = False,
+    ) -> Iterator[Read]:
         """Portions with all that is found on the host, and their batches under way to the device."""
         count = task.count if self.carrier.moves or counting else None
         for portion in portions:
             batch = portion.batch
+            if self.data.check is not None and batch is not None:
+                self._check(batch, portion, reader)
             fed = Fed(batch, portion.here, portion.everywhere, exact=self.reader.exact)
             given, task.fed = task.fed, fed  # whoever cuts the batch asks the task what is known of it
             if self.data.lay_out is not None and batch is not None and not isinstance(batch, Microbatches):
@@ -222,6 +286,14 @@ class Feed:
                 fed.counts = [count(microbatch) for microbatch in plan.split(task, batch)]
             task.fed = given
             yield Read(portion, fed, self.carrier.send(batch) if self.prefetch else Sent(batch))
+
+    def _check(self, batch: Any, portion: Portion, reader: Reader | Evaluating) -> None:
+        assert self.data.check is not None
+        try:
+            self.data.check(batch)
+        except Exception as error:
+            error.add_note(f"Found in {reader.told(portion)}.")
+            raise
 
     def _given(self, read: Read, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:
         portion, fed, sent = read

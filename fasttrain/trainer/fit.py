@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
+from fasttrain.data.lost import deaths_explained
 from fasttrain.errors import ConfigError
 from fasttrain.trainer.session import Session
 from fasttrain.trainer.setup import own_determinism, set_determinism
@@ -31,12 +33,13 @@ def _fit(trainer: Trainer) -> dict[str, Any]:
     session = Session(trainer)
     if session.folder.finished:
         return session.finished_before()
-    with session:
+    with session, trainer.feed.keeping_workers(), deaths_explained():
         if not trainer.model.training:  # else parts that the user put into evaluation mode would lose it
             trainer.model.train()
         end = trainer.feed.total_steps
-        batches = trainer.feed.training(trainer.task, trainer.plan, end - trainer.step)
-        reason = train_until(session, batches, end)
+        given = trainer.feed.training(trainer.task, trainer.plan, end - trainer.step)
+        with closing(given) as batches, deaths_explained():
+            reason = train_until(session, batches, end)
         if reason is not None:
             return session.end("stopped", reason)
         session.evaluate_at_end()
@@ -55,7 +58,11 @@ def train_until(session: Session, batches: Iterator[Any], end: int) -> str | Non
         clock.asks()
         batch = next(batches)
         clock.given()
-        info = trainer.train_step(batch)
+        try:
+            info = trainer.train_step(batch)
+        except Exception as error:
+            feed.name_batch(error)
+            raise
         if feed.read_ahead is not None:  # before anything waits for the device
             clock.asks()
             feed.read_ahead()

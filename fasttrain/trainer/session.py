@@ -100,6 +100,7 @@ class Session:
             for observer in self.observers:
                 observer.started(info)
                 started.append(observer)
+            self._tell(trainer.feed.remarks())
         except BaseException as error:
             self.observers = started  # those hold files and the terminal; the others hold nothing yet
             self.__exit__(type(error), error, error.__traceback__)
@@ -283,6 +284,9 @@ class Session:
         with self.clock.paused("evaluation"):
             self.metrics = figures_of(trainer.evaluate(), type(trainer).__name__)
         self.evaluated_at = trainer.step
+        if not self.metrics:  # nothing was evaluated, so there is nothing to be better or worse than the best
+            self._tell(["the evaluation gave no figure, for want of a batch; look at Data(evaluation=...)"])
+            return
         trainer.plan.evaluated(self.metrics)
         self.remark()
         record = {

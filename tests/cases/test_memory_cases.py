@@ -16,7 +16,7 @@ import torch
 
 from fasttrain import Data
 from fasttrain.data import PackedStrings
-from fasttrain.data.loader import epoch_batches
+from fasttrain.data.by_order import ByOrder
 from fasttrain.data.order import Order
 from fasttrain.data.packed import huge_lists, pack_folder
 from tests.helpers import QUIET, Mlp, Recorder
@@ -128,7 +128,7 @@ def growth_over_an_epoch(texts):
     data = Data(train=dataset, num_workers=2)
     # In order: shuffled, what is fetched ahead of the first batch has touched most pages already.
     order = Order(size=len(dataset), batch_size=2_000, seed=0, shuffle=False, limit=None)
-    batches = epoch_batches(data, dataset, order, 0, 0, 0, 1, True)
+    batches = ByOrder(data, dataset, order, 0, 1).epoch(0)
     total = next(batches)[0].sum()
     gc.collect()
     before = proportional_bytes()

@@ -1,6 +1,7 @@
 """Every sample once an epoch, the same draws whatever reads them, and positions that are arithmetic."""
 
 import random
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -9,8 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fasttrain import ConfigError, Data
+from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import form, num_samples_of
-from fasttrain.data.loader import epoch_batches
 from fasttrain.data.order import Order, share
 from fasttrain.data.seeds import own_randomness
 
@@ -30,7 +31,11 @@ class Indices(torch.utils.data.Dataset):
 
 def read(data, order, epoch=0, position=0, ranks=1):
     """What each rank reads of an epoch: a list of (batch, here, everywhere) a rank."""
-    return [list(epoch_batches(data, data.train, order, epoch, position, rank, ranks, True)) for rank in range(ranks)]
+    readers = [ByOrder(data, data.train, order, rank, ranks) for rank in range(ranks)]
+    by_rank = [[portion[:3] for portion in reader.epoch(epoch, position)] for reader in readers]
+    for reader in readers:
+        reader.close()
+    return by_rank
 
 
 @settings(max_examples=60, deadline=None)
@@ -110,7 +115,7 @@ def test_samples_are_read_at_the_size_of_their_step_on_all_ranks(ranks, workers)
     order = Order(size=11, batch_size=4)
     for batches in read(data, order, 2, 4, ranks):
         assert [batch.shape[1] for batch, *_ in batches] == [205, 209]
-    evaluated = next(epoch_batches(data, Sized(11), order, 0, 0, 0, 1, False))[0]
+    evaluated = next(ByOrder(replace(data, num_workers=0), Sized(11), order, 0, 1, train=False).epoch(0)).batch
     assert len(evaluated) == 4  # the columns of samples as they are
 
 
@@ -129,7 +134,9 @@ def test_reading_draws_nothing_from_the_trainings_own_generators():
 
 def test_generators_are_kept_once_a_batch_and_not_for_each_sample(monkeypatch):
     kept = []
-    monkeypatch.setattr("fasttrain.data.loader.own_randomness", lambda seed: kept.append(seed) or own_randomness(seed))
+    monkeypatch.setattr(
+        "fasttrain.data.fetching.own_randomness", lambda seed: kept.append(seed) or own_randomness(seed)
+    )
     batches = read(Data(train=Indices(12)), Order(size=12, batch_size=4))
     assert [len(batch[0]) for batch, *_ in batches[0]] == [4, 4, 4]
     assert len(kept) == 3
