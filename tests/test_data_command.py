@@ -170,6 +170,33 @@ def test_what_is_given_on_a_terminal_is_a_table():
     assert drawn.endswith("1 problem\n  train: wrong\n")
 
 
+class Endless(torch.utils.data.IterableDataset):
+    """Samples without end."""
+
+    def __iter__(self):
+        inputs, labels = points([0, 1, 2, 3], 0)
+        while True:
+            yield from zip(inputs, labels, strict=True)
+
+
+Stream = trainer(Endless(), None)
+
+
+def test_a_stream_is_looked_at_as_far_as_the_limit_says(tmp_path, capsys):
+    config = tmp_path / "stream.yaml"
+    config.write_text(CONFIG.format(kind="Stream"))
+    assert main(["data", "--config", str(config), "--json", "limit_batches=32"]) == 0
+    train = json.loads(capsys.readouterr().out)["parts"]["train"]
+    assert (train["samples"], train["looked_at"]) == (None, 128)
+    assert train["labels"] == {"0": 32, "1": 32, "2": 32, "3": 32}
+
+
+def test_several_ranks_are_refused(capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    assert main(["data", "--config", commands.DIGITS]) == 2
+    assert "start it without torchrun" in capsys.readouterr().err
+
+
 def test_a_wrong_request_ends_with_2(tmp_path):
     assert main(["data", "--config", str(tmp_path / "none.yaml")]) == 2
     assert main(["data"]) == 2

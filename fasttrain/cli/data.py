@@ -21,7 +21,7 @@ from fasttrain.data.data import form, num_samples_of
 from fasttrain.data.naming import name_of
 from fasttrain.data.order import Order, at_most
 from fasttrain.data.survey import Survey, survey
-from fasttrain.distributed.world import leave
+from fasttrain.distributed.world import launched_ranks, leave
 from fasttrain.errors import EXIT_DONE, EXIT_FAILED, ConfigError, FasttrainError
 from fasttrain.lazy import torch
 from fasttrain.observe.defaults import is_terminal
@@ -44,6 +44,10 @@ def data(config: str, overrides: Sequence[str], as_json: bool, out: str | None) 
     resolved = load(config, overrides)
     if resolved.trainer is None:
         raise ConfigError(f"{config}: trainer is not set; name the class, for example trainer: recipes.resnet:ResNet.")
+    if launched_ranks() > 1:
+        raise ConfigError(
+            "data looks with one process, which reads by as many as there are cores; start it without torchrun."
+        )
     folder = Path(out) if out is not None else Path(resolved.settings.run.dir or "runs") / "data" / Path(config).stem
     try:
         with contextlib.redirect_stdout(sys.stderr if as_json else sys.stdout):

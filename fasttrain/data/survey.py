@@ -13,6 +13,7 @@ from typing import Any
 
 from fasttrain.core.batch import leading
 from fasttrain.data.data import Data, form, num_samples_of, take
+from fasttrain.data.evaluating import batched_stream
 from fasttrain.data.naming import name_of
 from fasttrain.data.seeds import own_randomness
 from fasttrain.data.workers import read
@@ -20,6 +21,8 @@ from fasttrain.lazy import pytree, torch
 
 # Samples of tensors in memory that are looked at together.
 CHUNK = 4096
+# Of a stream that does not say its length no more is looked at, unless a limit says so.
+MOST_OF_A_STREAM = 100_000
 
 
 @dataclass
@@ -78,7 +81,9 @@ def survey(data: Data, source: Any, label_of: Callable[[Any], Any], workers: int
         assert end is not None
         looks = _read(_Looked(source, data.collate, label_of, end), workers)
     else:
-        looks = _batches(source, label_of, limit)
+        stream = batched_stream(source, 64, 1, data)
+        endless = limit is None and not hasattr(source, "__len__")
+        looks = _batches(stream, label_of, MOST_OF_A_STREAM if endless else limit)
     for look in looks:
         _add(found, source, look)
     return found
