@@ -119,7 +119,7 @@ def mlp() -> tuple[Block, Block, Block, int]:
 def resnet() -> tuple[Block, Block, Block, int]:
     """The quickstart."""
     from recipes.flat.resnet import MOMENTUM, groups
-    from recipes.resnet import digits
+    from recipes.image_data import digits
 
     resolved = load(
         ROOT / "configs" / "resnet_digits.yaml",

@@ -55,12 +55,13 @@ def path_of(name: str) -> Path:
 
 
 def idx(path: Path) -> Any:
-    """The array of a gzipped IDX file (LeCun's format for MNIST): uint8, of any number of dims.
+    """The array of an IDX file (LeCun's format for MNIST), gzipped or not: uint8, of any number of dims.
 
     Raises:
         ConfigError: it is no IDX file of bytes, or was cut off.
     """
-    raw = gzip.decompress(path.read_bytes())
+    raw = path.read_bytes()
+    raw = gzip.decompress(raw) if path.suffix == ".gz" else raw
     kind, dims = raw[:3], raw[3] if len(raw) > 3 else 0
     start = 4 + 4 * dims
     if kind != b"\x00\x00\x08" or len(raw) < start:
@@ -71,12 +72,28 @@ def idx(path: Path) -> Any:
     return np.frombuffer(raw, np.uint8, offset=start).reshape(shape)
 
 
-def fashion_mnist(train: bool) -> Labelled:
-    """Fashion-MNIST (Xiao et al. 2017, arXiv:1708.07747): uint8 `[60000 or 10000, 28, 28]`, int64 labels of 10 classes."""
+def fashion_mnist(train: bool, folder: Path | None = None) -> Labelled:
+    """Fashion-MNIST (Xiao et al. 2017, arXiv:1708.07747): uint8 `[60000 or 10000, 28, 28]`, int64 labels of 10 classes.
+
+    `folder`: where the four IDX files lie, if not where `scripts/fetch_data` puts them; torchvision's `FashionMNIST/raw`.
+
+    Raises:
+        ConfigError: a file is missing.
+    """
     start = "train" if train else "t10k"
-    folder = path_of("fashion")
-    images, labels = (idx(folder / f"{start}-{part}-ubyte.gz") for part in ("images-idx3", "labels-idx1"))
+    folder = path_of("fashion") if folder is None else folder
+    images, labels = (idx(_plain_or_gz(folder / f"{start}-{part}-ubyte")) for part in ("images-idx3", "labels-idx1"))
     return images, labels.astype(np.int64)
+
+
+def _plain_or_gz(path: Path) -> Path:
+    packed = path.with_name(path.name + ".gz")
+    if not path.exists() and not packed.exists():
+        raise ConfigError(
+            f"neither {path} nor {packed.name} beside it is there; get them with scripts/fetch_data fashion, or by "
+            "torchvision.datasets.FashionMNIST(root, download=True), which puts them in root/FashionMNIST/raw."
+        )
+    return path if path.exists() else packed
 
 
 def mnist_5k() -> Labelled:

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 import torch.distributed as dist
 from torch.utils.data import DataLoader, TensorDataset
 
@@ -31,7 +32,29 @@ class OnlyOneEvaluates(Mlp):
         return Data(train=points(24), evaluation=None if self.world.rank else points(8))
 
 
+class Photos(torch.utils.data.Dataset):
+    """A folder in which one host lacks a class, and has as many images."""
+
+    def __init__(self, classes):
+        self.classes = classes
+
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        return torch.zeros(8), 0
+
+    def fingerprint(self):
+        return f"24 images of {self.classes} classes"
+
+
+class LacksAClass(Mlp):
+    def build_data(self):
+        return Data(train=Photos(27 - self.world.rank))
+
+
 CASES = {
+    "data=24 images of 27 classes on rank 0 and data=24 images of 26 classes on rank 1": (LacksAClass, {}),
     "samples=24 on rank 0 and samples=32 on rank 1": (OtherSize, {}),
     "steps an epoch=6 on rank 0 and steps an epoch=8 on rank 1": (OtherLength, {}),
     "evaluation samples=8 on rank 0 and evaluation samples=None on rank 1": (OnlyOneEvaluates, {}),
@@ -53,7 +76,7 @@ def all_told():
 
 def test_what_differs_is_named_on_every_rank():
     for found in run_ranks(2, all_told):
-        assert len(found) == len(CASES) == 5
+        assert len(found) == len(CASES) == 6
         for expected, message in zip(CASES, found, strict=True):
             assert expected in message
             assert "without asking for the rank" in message

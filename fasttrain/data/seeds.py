@@ -43,6 +43,10 @@ class StepSeed(int):
         self.epoch, self.position, self.offset = epoch, position, offset
         return self
 
+    def purpose(self, name: str) -> int:
+        """A seed of its own for one of several things that are drawn in the step."""
+        return mix(int(self), name)
+
 
 def seed_host(seed: int) -> None:
     """Seed the generators that code on the host draws from: torch, numpy and Python."""

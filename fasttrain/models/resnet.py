@@ -41,6 +41,7 @@ def build_resnet(
 ) -> nn.Module:
     """A ResNet: images `[batch, channels, height, width]` to logits `[batch, num_classes]`.
 
+    `stem`: `imagenet` (7x7, stride 2, then pooling), `small` (3x3, stride 1) or `half` (3x3, stride 2).
     Module names are torchvision's, so its weights load where the shapes agree (names and sizes of the standard models).
     Source: He et al. 2016, arXiv:1512.03385.
 
@@ -51,12 +52,12 @@ def build_resnet(
         raise ConfigError(f"there is no ResNet '{name}'; {did_you_mean(name, SHAPES)}")
     block, stages = SHAPES[name]
     model: Any = _ResNet(block, stages, num_classes, group_norm if norm == "group" else nn.BatchNorm2d, width)
-    if stem == "small":
-        model.conv1 = nn.Conv2d(channels, width, 3, padding=1, bias=False)
+    if stem in ("small", "half"):
+        model.conv1 = nn.Conv2d(channels, width, 3, stride=1 if stem == "small" else 2, padding=1, bias=False)
         model.maxpool = nn.Identity()
     elif channels != 3 or width != 64:
         model.conv1 = nn.Conv2d(channels, width, 7, stride=2, padding=3, bias=False)
-    if stem == "small" or channels != 3 or width != 64:
+    if stem != "imagenet" or channels != 3 or width != 64:
         nn.init.kaiming_normal_(model.conv1.weight, mode="fan_out", nonlinearity="relu")
     if dropout:
         model.fc = nn.Sequential(nn.Dropout(dropout), model.fc)

@@ -104,6 +104,7 @@ class Feed:
         mine = {
             "seed": settings.seed,
             "batch_size": settings.batch_size,
+            "data": None if (told := getattr(self.data.train, "fingerprint", None)) is None else told(),
             "samples": size,
             "shuffle": self.data.shuffle,
             "lengths (their hash)": None if self.data.lengths is None else digest(self.data.lengths),

@@ -14,7 +14,7 @@ import torch
 from torch.nn import functional as F
 
 from fasttrain.models.resnet import build_resnet
-from recipes.resnet import digits, shifted
+from recipes.image_data import digits, shifted
 
 BATCH_SIZE, LEARNING_RATE, MOMENTUM, WEIGHT_DECAY, SEED = 64, 0.1, 0.9, 5e-4, 0
 
