@@ -34,6 +34,7 @@ class ImageData:
     `path`: where the set lies, if not where `scripts/fetch_data NAME` puts it.
     `shift`: sets in memory are moved by up to so many pixels. `mirror`: half of the images are mirrored; null: those of
     patches and folders are. `sizes`: a schedule of smaller sides; of the images' own side where they are in memory.
+    `repeats`: each image stands so many times in a batch, changed anew each time (repeated augmentation).
 
     Of folders alone: `image_size`; `reduced`: JPEGs are decoded no finer than needed; `cache`: keep files in memory up to
     `4GB` a host; `broken`: `skip` looks at every file before the run, and leaves out and lists those that cannot be read.
@@ -46,6 +47,7 @@ class ImageData:
     mirror: bool | None = None
     num_workers: int = 0
     sizes: Sizes | None = None
+    repeats: int = 1
     reduced: bool = True
     cache: str | None = None
     broken: Literal["raise", "skip"] = "raise"

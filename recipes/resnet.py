@@ -7,7 +7,7 @@ torchrun --nproc-per-node 8 -m fasttrain --config configs/resnet50_imagenet.yaml
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from fasttrain import Data, Trainer
@@ -66,7 +66,7 @@ class ResNet(Trainer):
 
     def build_data(self) -> Data:
         """Images and labels; tensors in memory, or a folder read by workers."""
-        return build_images(self.config.data, self.world, self.size_at)
+        return replace(build_images(self.config.data, self.world, self.size_at), repeats=self.config.data.repeats)
 
     def size_at(self, epoch: int, position: int) -> int:
         """The side of training images in the step that begins at a sample of an epoch."""

@@ -83,6 +83,15 @@ def test_images_in_folders_are_read_at_the_size_of_their_step(tmp_path):
     assert [side for _, side in trainer.seen] == GROWN
 
 
+def test_a_batch_holds_each_image_as_often_as_asked(tmp_path):
+    trainer, _ = trained(
+        {"name": "fashion", "path": str(fashion(tmp_path)), "repeats": 3, "shift": 0}, kind=Kept, steps=1
+    )
+    (images,) = trainer.batches
+    assert images.shape[0] == 6
+    assert len(images.flatten(1).unique(dim=0)) == 2
+
+
 class Stop(Recorder):
     def stepped(self, record):
         super().stepped(record)
