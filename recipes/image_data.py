@@ -45,7 +45,7 @@ class ImageData:
     image_size: int = 224
     shift: int = 1
     mirror: bool | None = None
-    num_workers: int = 0
+    num_workers: int | Literal["auto"] = 0
     sizes: Sizes | None = None
     repeats: int = 1
     reduced: bool = True
@@ -106,7 +106,7 @@ def image_folders(config: ImageData, world: World, size_at: Callable[[int, int],
         from fasttrain.data.broken import leave_out_broken
 
         for part in (train, val):
-            leave_out_broken(part, world, config.num_workers)
+            leave_out_broken(part, world, 0 if config.num_workers == "auto" else config.num_workers)
     if config.cache is not None:
         # Training alone: evaluations are few.
         train.files = CachedFiles(train.files, shared_on_host(len(train), num_bytes(config.cache), world))

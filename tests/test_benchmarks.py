@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from benchmarks import compile as compiling
+from benchmarks import data as in_memory
 from benchmarks import gpu, strategies, text
 from benchmarks.gpu import TinyWords
 from tests.commands import ROOT
@@ -18,6 +19,13 @@ from tests.real_data import needs
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
+
+
+def test_the_benchmark_of_data_in_memory_compares_with_a_loader():
+    row = in_memory.compare("28x28 uint8", batch_size=256, rounds=1)
+    assert row["images"] == "28x28 uint8"
+    assert row["ratio"] == row["least_ratio"] > 0.5  # other work on the machine may fall on one of the two
+    assert row["feed_samples_per_s"] > 0 < row["loader_samples_per_s"]
 
 
 def test_the_overhead_benchmark_compares_with_a_flat_loop():

@@ -69,6 +69,7 @@ class Settings:
     seed: int = 0
     deterministic: Literal[True, False, "warn"] = False
     device: str | None = None
+    affinity: Literal["auto", "numa"] | None = "auto"
     resume: str | None = None
     resume_skip: list[str] = field(default_factory=list)
     max_time: str | None = None

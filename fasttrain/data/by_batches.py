@@ -121,9 +121,7 @@ def batched(source: Any, share: int, data: Data) -> Any:
         ConfigError: a loader gives batches of another size than this rank's share.
     """
     if isinstance(source, torch.utils.data.IterableDataset):
-        return torch.utils.data.DataLoader(
-            source, batch_size=share, num_workers=data.num_workers, collate_fn=data.collate
-        )
+        return torch.utils.data.DataLoader(source, batch_size=share, num_workers=data.workers, collate_fn=data.collate)
     given = source.batch_size if isinstance(source, torch.utils.data.DataLoader) else None
     if given not in (None, share):
         raise ConfigError(

@@ -74,7 +74,7 @@ class ByOrder:
             self.order.seed,
             batch_size=self.order.batch_size,
             # No rank starts workers for steps in which it has no sample.
-            num_workers=self.data.num_workers if self.order.end else 0,
+            num_workers=self.data.workers if self.order.end else 0,
             timeout_s=self.data.timeout_s,
             collate=self.data.collate,
             what=self.what,

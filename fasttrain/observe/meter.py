@@ -85,10 +85,6 @@ class StepClock:
 
     # ---- once a step
 
-    def waited(self, seconds: float) -> None:
-        """The host waited so long for data in this step."""
-        self._waited += seconds
-
     def asks(self) -> None:
         """The host begins to get data. Ended by `given`."""
         self._asked = self._record() if self._events and self._warm else self._now()
@@ -213,6 +209,13 @@ class StepClock:
             self._warmup_told = True
         self._run.add(tally)
         return figures
+
+    def waited(self) -> tuple[float, float, int]:
+        """Seconds of waiting for data, out of how many seconds, in how many steps: until the last log point."""
+        both = _Tally()
+        both.add(self._run)
+        both.add(self._window)
+        return both.waited, both.seconds, both.steps
 
     def totals(self) -> dict[str, Any]:
         """Figures of the run so far; may be called at any time after the first step.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 from fasttrain.core.batch import Microbatches
 from fasttrain.lazy import pytree, torch
@@ -14,11 +14,9 @@ from fasttrain.lazy import pytree, torch
 STREAMED = ("cuda", "xpu")
 
 
-class Sent(NamedTuple):
-    """A batch that is on its way, or waits on the host until its step (`event` is None)."""
-
-    batch: Any
-    event: Any = None
+# A batch on its way with the event at the end of its copy, or one that waits on the host until its step, with None. Plain
+# tuples here and in the feed: a named one costs a call of Python, several times in each step.
+Sent = tuple[Any, Any]
 
 
 class Carrier:
@@ -45,30 +43,31 @@ class Carrier:
     def send(self, batch: Any) -> Sent:
         """Start the copy of a batch, where it can be made beside a step."""
         if not self.streams or batch is None:
-            return Sent(batch)
+            return batch, None
         leaves, build = _flattened(batch)
         if not all(map(_goes_ahead, leaves)):
-            return Sent(batch)
+            return batch, None
         if not any(map(_moves, leaves)):
-            return Sent(batch)
+            return batch, None
         of_device = torch.get_device_module(self.device)
         if self._side is None:
             self._side = of_device.Stream(self.device)
         pinned = [self._pinned(leaf) for leaf in leaves]
         with of_device.stream(self._side):
             moved = [self._moved(leaf) for leaf in pinned]
-        return Sent(build(moved), self._side.record_event())
+        return build(moved), self._side.record_event()
 
     def receive(self, sent: Sent) -> Any:
         """The batch on the device, for the stream that is current now."""
-        if sent.event is None:
-            return self.move(sent.batch) if self.moves else sent.batch
+        batch, event = sent
+        if event is None:
+            return self.move(batch) if self.moves else batch
         step = torch.get_device_module(self.device).current_stream(self.device)
-        step.wait_event(sent.event)
-        for leaf in _flattened(sent.batch)[0]:
+        step.wait_event(event)
+        for leaf in _flattened(batch)[0]:
             if _moves(leaf):
                 leaf.record_stream(step)
-        return sent.batch
+        return batch
 
     def move(self, batch: Any) -> Any:
         """The batch on the device, copied on the stream that is current now."""

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 from fasttrain.config.settings import Settings
 from fasttrain.core.batch import Microbatches, leading
@@ -17,24 +18,24 @@ from fasttrain.data import Data
 from fasttrain.data.amounts import no_steps, refuse_repeats
 from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
-from fasttrain.data.data import num_samples_of
+from fasttrain.data.data import form, num_samples_of
 from fasttrain.data.evaluating import Evaluating
 from fasttrain.data.grouping import digest, lengths_of
 from fasttrain.data.order import Order, share
 from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
 from fasttrain.data.seeds import StepSeed, mix
+from fasttrain.distributed.affinity import cores_of_rank
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
+from fasttrain.lazy import torch
+from fasttrain.observe import StepClock
 from fasttrain.trainer.delivery import Ahead, Carrier, Sent
+from fasttrain.trainer.waiting import Spent, Waiting
+from fasttrain.trainer.workers import Workers
 
-
-class Read(NamedTuple):
-    """A portion that was read: what the host found out about it, and its batch."""
-
-    portion: Portion
-    fed: Fed
-    sent: Sent
+# A portion that was read: what the host found out about it, and its batch under way.
+Read = tuple[Portion, Fed, Sent]
 
 
 class Feed:
@@ -42,12 +43,17 @@ class Feed:
 
     def __init__(self, data: Data, settings: Settings, world: World) -> None:
         if world.is_main:
-            warn_of_huge_lists(data.train, data.num_workers)
+            warn_of_huge_lists(data.train, data.workers)
         size = num_samples_of(data.train)
         if size == 0:
             raise ConfigError("the training data holds no sample; look at the path or the filter that chose them.")
-        self.settings, self.world, self.device = settings, world, world.device
-        self.data = data
+        self.settings, self.world, self.device, self._size = settings, world, world.device, size
+        self.spent = Spent()
+        self.data = self.spent.timed(replace(data, num_workers=data.workers))
+        self.cores = cores_of_rank()
+        found = data.num_workers == "auto" and form(data.train) == "dataset"
+        self.workers = Workers(self.cores) if found else None
+        self.waiting = Waiting(data, self.spent, world.rank, world.size, self.cores)
         self.carrier = Carrier(world.device)
         # Batches kept ahead of the step; where the device copies nothing by itself, that would only hold memory.
         self.prefetch = data.prefetch if self.carrier.streams else 0
@@ -56,7 +62,7 @@ class Feed:
         self.position = Position()
         self.samples = 0
         refuse_repeats(data, settings.batch_size)
-        self.reader: Reader = self._reader(size)
+        self.reader: Reader = self._reader()
         # What was given last: the portion without its batch, and its reader; None while the next one is read.
         self._in_step: tuple[Portion, Reader | Evaluating] | None = None
         self._evaluating: Evaluating | None = None
@@ -71,8 +77,8 @@ class Feed:
         self.total_steps = self._total_steps()
         self._agree(size)
 
-    def _reader(self, size: int | None) -> Reader:
-        settings, world = self.settings, self.world
+    def _reader(self) -> Reader:
+        settings, world, size = self.settings, self.world, self._size
         lengths = lengths_of(self.data.lengths, size, self.data.shuffle)
         if size is None:
             share = settings.batch_size // world.size
@@ -197,25 +203,62 @@ class Feed:
 
         `steps`: how many will be asked for; nothing is read ahead of the last of them.
         """
-        with contextlib.closing(self.reader.portions(self.position)) as portions:
+        with contextlib.closing(self._timed_portions()) as portions:
             reading = self._read(portions, self.reader, task, plan, counting=task.augment is not None)
             ahead = Ahead(reading, self.prefetch, steps) if self.prefetch else None
             self.read_ahead = None if ahead is None else ahead.fill
             try:
                 for read in reading if ahead is None else ahead:
-                    yield self._trained_on(read, task, plan)
+                    batch, portion = self._given(read, task, plan, task.augment), read[0]
+                    self.position = portion.after
+                    self.samples += portion.everywhere
+                    self._in_step = portion._replace(batch=None), self.reader
+                    yield batch
                     self._in_step = None
                     if ahead is not None:
                         ahead.fill()
             finally:
                 self.read_ahead = None
 
-    def _trained_on(self, read: Read, task: Task, plan: Plan) -> Any:
-        batch = self._given(read, task, plan, task.augment)
-        self.position = read.portion.after
-        self.samples += read.portion.everywhere
-        self._in_step = read.portion._replace(batch=None), self.reader
-        return batch
+    def _timed_portions(self) -> Generator[Portion, None, None]:
+        """What the reader gives from the position on; read on by another number of workers once that was found."""
+        now, spent, workers = time.perf_counter, self.spent, self.workers
+        reading = self.reader.portions(self.position)
+        try:
+            while True:
+                began = now()
+                portion = next(reading, None)
+                if portion is None:
+                    return
+                took = now() - began
+                spent.reading += took
+                spent.batches += 1
+                yield portion
+                if workers is not None and workers.read(took):
+                    reading.close()  # ends its workers
+                    self.data = replace(self.data, num_workers=workers.num)
+                    self.reader = self._reader()
+                    reading = self.reader.portions(portion.after)
+        finally:
+            reading.close()
+
+    def found_out(self, clock: StepClock) -> list[str]:
+        """What there is to say of the data by now: the workers that were found, or that the run waits."""
+        found = None if self.workers is None else self.workers.remark()
+        waits = None
+        if self.workers is None or self.workers.settled:
+            waits = self.waiting.remark(*clock.waited(), self._num_workers)
+        return [f"data: {text}" for text in (found, waits) if text is not None]
+
+    def summary(self) -> dict[str, Any]:
+        """Workers, and seconds that the process that trains spent on a batch, by part."""
+        told: dict[str, Any] = {"num_workers": self._num_workers, "seconds_a_batch": self.spent.parts()}
+        return told if self.workers is None else {**told, "auto": self.workers.summary()}
+
+    @property
+    def _num_workers(self) -> int:
+        train = self.data.train
+        return train.num_workers if isinstance(train, torch.utils.data.DataLoader) else self.data.workers
 
     def evaluation(self, task: Task, plan: Plan, source: Any = None) -> Iterator[tuple[Any, Portion]]:
         """Evaluation batches on the device, with what is known of each; every sample once over all ranks.
@@ -233,8 +276,8 @@ class Feed:
             )
             for read in ahead:
                 batch = self._given(read, task, plan)
-                self._in_step = read.portion._replace(batch=None), evaluating
-                yield batch, read.portion
+                self._in_step = read[0]._replace(batch=None), evaluating
+                yield batch, read[0]
                 self._in_step = None
                 ahead.fill()
         finally:
@@ -286,7 +329,13 @@ class Feed:
             if count is not None and batch is not None and portion.everywhere:
                 fed.counts = [count(microbatch) for microbatch in plan.split(task, batch)]
             task.fed = given
-            yield Read(portion, fed, self.carrier.send(batch) if self.prefetch else Sent(batch))
+            if not self.prefetch:
+                yield portion, fed, (batch, None)
+                continue
+            began = time.perf_counter()
+            sent = self.carrier.send(batch)
+            self.spent.copying += time.perf_counter() - began
+            yield portion, fed, sent
 
     def _check(self, batch: Any, portion: Portion, reader: Reader | Evaluating) -> None:
         assert self.data.check is not None
@@ -298,10 +347,13 @@ class Feed:
 
     def _given(self, read: Read, task: Task, plan: Plan, augment: Callable[..., Any] | None = None) -> Any:
         portion, fed, sent = read
-        task.fed = fed
-        if sent.batch is None:  # this rank has no sample of a short last step
+        task.fed, batch = fed, sent[0]
+        if batch is None:  # this rank has no sample of a short last step
             return None
-        batch = self.carrier.receive(sent)
+        if self.carrier.moves:
+            began = time.perf_counter()
+            batch = self.carrier.receive(sent)
+            self.spent.copying += time.perf_counter() - began
         if augment is not None:
             batch = self._augmented(batch, augment, portion)
         fed.batch = batch = plan.batch(batch)

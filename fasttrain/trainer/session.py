@@ -208,7 +208,8 @@ class Session:
         read = read_together({**figures, **rates_now, **pairs_now})
         figures = {name: read[name] for name in figures}
         trainer.plan.logged({"step": trainer.step, **figures})
-        remarks = trainer.plan.remarks()
+        window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
+        remarks = self._new_remarks()
         mine = {name: (read[f"{name}|0"], read[f"{name}|1"]) for name in sums}
         pairs = add_over_ranks({**mine, REMARKS: (len(remarks), 0.0)}, trainer.world.size)
         number_of_remarks, _ = pairs.pop(REMARKS)
@@ -216,7 +217,6 @@ class Session:
         loss = self.last_loss = logged.pop("loss", None)
         if loss is not None and not math.isfinite(loss):
             self._warn_of_loss(loss)
-        window = {k: v for k, v in self.clock.window().items() if k in SPEED or k.endswith("_per_s")}
         rates = [read[name] for name in rates_now]
         record = {
             "step": info.step,
@@ -238,8 +238,11 @@ class Session:
             self._tell(remarks)
 
     def remark(self) -> None:
-        """Tell what strategies have to say by now; every rank calls this."""
-        self._tell(self.trainer.plan.remarks())
+        """Tell what strategies and the feed have to say by now; every rank calls this."""
+        self._tell(self._new_remarks())
+
+    def _new_remarks(self) -> list[str]:
+        return [*self.trainer.plan.remarks(), *self.trainer.feed.found_out(self.clock)]
 
     def _tell(self, remarks: list[str]) -> None:
         """Tell the remarks of all ranks, each once; what other ranks alone say is told with the first of them."""

@@ -17,6 +17,7 @@ from fasttrain.core.float32 import own_fp32_precision
 from fasttrain.core.strategy import Context
 from fasttrain.core.task import StepInfo
 from fasttrain.data import Data, StepSeed
+from fasttrain.distributed.affinity import bind
 from fasttrain.distributed.world import World, join
 from fasttrain.errors import ConfigError
 from fasttrain.nn.blocks import find_blocks
@@ -98,6 +99,7 @@ class Trainer(Looks):
         # Where the start-up of a run is counted from; a command line that began earlier says so.
         self.created_at = time.perf_counter()
         self.world = self.join(resolved.settings)
+        self.binding = bind(resolved.settings.affinity, self.world)
         self.resolved = completed(resolved, self.world, type(self).build_optimizer is not Trainer.build_optimizer)
         self.config: Any = self.resolved.settings
         self.seed: int = self.config.seed

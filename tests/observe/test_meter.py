@@ -213,11 +213,13 @@ def test_the_wait_for_data_is_a_share_of_the_step_time_without_the_first_step() 
     clock = StepClock("cpu", now)
     for step in range(11):
         wait = 5.0 if step == 0 else 0.25
+        clock.asks()
         now.wait(wait)
-        clock.waited(wait)
+        clock.given()
         now.wait(0.75)
         clock.step(8)
     assert clock.window()["data_wait_s"] == pytest.approx(0.25)
+    assert clock.waited() == (pytest.approx(2.5), pytest.approx(10.0), 10)
     assert clock.totals()["data_wait_fraction"] == pytest.approx(0.25)
     assert clock.totals()["warmup"]["data_wait_s"] == 5.0
 
