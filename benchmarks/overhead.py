@@ -73,7 +73,12 @@ def trainer_block(trainer: Trainer) -> Block:
     session.__enter__()
     batches = trainer.feed.training(trainer.task, trainer.plan)
     trainer.model.train()
-    return lambda steps: train_until(session, batches, trainer.step + steps)
+
+    def block(steps: int) -> None:
+        end = trainer.step + steps
+        train_until(session, batches, lambda step: step >= end)
+
+    return block
 
 
 def endless(loader: DataLoader) -> Iterator[Any]:

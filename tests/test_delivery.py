@@ -286,7 +286,7 @@ def test_batches_are_read_once_the_step_before_was_launched_and_never_beyond_the
     step = trainer.train_step
     trainer.train_step = lambda batch: order.append(len(trainer.asked)) or step(batch)
     with Session(trainer) as session:
-        reason = train_until(session, trainer.feed.training(trainer.task, trainer.plan, steps=5), 5)
+        reason = train_until(session, trainer.feed.training(trainer.task, trainer.plan, steps=5), trainer.feed.is_over)
     assert reason is None
     assert order == [5, 15, 20, 24, 24]
 

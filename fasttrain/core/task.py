@@ -17,7 +17,8 @@ from fasttrain.lazy import dist, pytree, torch
 class Fed:
     """What the feed knows of the batch it just gave: found before the batch went to the device.
 
-    `exact=False`: the data cut its own batches, so `global_samples` is a guess from what this rank holds.
+    `exact=False`: the data cut its own batches, so `global_samples` is a guess from what this rank holds. `alone`: another
+    rank may hold nothing of this step.
     """
 
     batch: Any
@@ -25,6 +26,7 @@ class Fed:
     global_samples: int
     counts: list[Any] | None = None
     exact: bool = True
+    alone: bool = False
 
 
 @dataclass(slots=True)
@@ -126,6 +128,8 @@ def weights_of(task: Task, batch: Any, microbatches: list[Any], context: Context
     if task.count is None and fed is not None and fed.exact:
         total = float(fed.global_samples)
     names = next((list(count) for count in counts if isinstance(count, Mapping)), [""])
+    if task.count is not None and fed is not None and fed.alone and ranks > 1:
+        names = _names_of_all(names, context)
     table = [[count[n] for n in names] if isinstance(count, Mapping) else [count] * len(names) for count in counts]
     if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for row in table for value in row):
         task.counted = None
@@ -145,6 +149,13 @@ def sum_of(tree: Any) -> Any:
     """The sum of everything in a tree of tensors that a gradient can flow to."""
     leaves = [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
     return sum(leaf.sum() for leaf in leaves[1:]) + leaves[0].sum()
+
+
+def _names_of_all(names: list[str], context: Context) -> list[str]:
+    """The names of what is counted, where a rank may hold nothing that would tell them."""
+    every: list[Any] = [None] * context.data_ranks
+    dist.all_gather_object(every, names, group=context.host_group)
+    return next((found for found in every if found != [""]), names)
 
 
 def _count(count: Callable[[Any], Any], microbatch: Any) -> Any:

@@ -33,7 +33,7 @@ class ByOrder:
     A rank whose share of a short last step is empty gets an empty batch from tensors, and `None` from a data set.
     """
 
-    exact = True
+    ends_by_itself = False
     can_begin_anew = True
 
     def __init__(self, data: Data, source: Any, order: Order, rank: int, ranks: int, train: bool = True) -> None:
@@ -123,7 +123,10 @@ class ByOrder:
                 num_samples(batch, expected=step.end - step.first)
                 (batch,) = pieces(batch, [(step.low - step.first, step.high - step.first)])
             after = Position(step.epoch, step.end) if step.end < end else Position(step.epoch + 1, 0)
-            yield Portion(batch, step.high - step.low, step.end - step.first, step.epoch, step.first, after)
+            everywhere = step.end - step.first
+            yield Portion(
+                batch, step.high - step.low, everywhere, step.epoch, step.first, after, alone=everywhere < self.ranks
+            )
 
     def _transformed(self, batch: Any, step: Step) -> Any:
         assert self._transform is not None
@@ -140,9 +143,19 @@ class ByOrder:
                     "at the function given as Data(transform=...)."
                 ) from error
 
-    def beginning(self, position: Position) -> Position:
-        """The very first sample."""
-        return Position()
+    def beside(self, position: Position) -> Generator[Portion, None, None]:
+        """From the very first sample on."""
+        return self.portions(Position())
+
+    def given(self, portion: Portion) -> None:
+        """The position says it all."""
+
+    def state_dict(self) -> dict[str, Any]:
+        """Nothing: the position says it all."""
+        return {}
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Nothing to take up."""
 
     def undisturbed(self) -> AbstractContextManager[None]:
         """Reading by number moves no generator but its own."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from fasttrain.data.shards import Shards
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import pytree, torch
 
@@ -103,11 +104,13 @@ class Data:
 
 
 def form(source: Any) -> str:
-    """How a source is read: `tensors`, `dataset` or `batches`.
+    """How a source is read: `tensors`, `dataset`, `shards` or `batches`.
 
     Raises:
         ConfigError: it is none of them, or its tensors hold different numbers of samples.
     """
+    if isinstance(source, Shards):
+        return "shards"
     if isinstance(source, torch.utils.data.IterableDataset | torch.utils.data.DataLoader):
         return "batches"
     leaves = pytree.tree_leaves(source)

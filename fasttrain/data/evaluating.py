@@ -11,10 +11,12 @@ from typing import Any
 from fasttrain.core.batch import leading
 from fasttrain.data.by_batches import batched, given_batches
 from fasttrain.data.by_order import ByOrder
+from fasttrain.data.by_shards import ByShards
 from fasttrain.data.data import Data, form, num_samples_of
 from fasttrain.data.order import Order, at_most
 from fasttrain.data.reading import Portion, Position
 from fasttrain.data.seeds import own_randomness
+from fasttrain.data.shards import Shards
 from fasttrain.data.workers import end_workers_of
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
@@ -31,9 +33,15 @@ class Evaluating:
 
     def __init__(self, data: Data, batch_size: int, seed: int, world: World, limit: float | None = None) -> None:
         rank, ranks = world.rank, world.size
+        self.source: Any
+        self.shards: ByShards | None = None
+        self.reader: ByOrder | None = None
+        if isinstance(data.evaluation, Shards):
+            self.source = data.evaluation
+            self.shards = ByShards(data, data.evaluation, batch_size, seed, world, limit, train=False)
+            return
         self.source = batched_stream(data.evaluation, batch_size, ranks, data)
         self.limit, self._seeds = limit, (seed, "evaluation", rank)
-        self.reader: ByOrder | None = None
         if (dealt := _dealt_data_set(data, self.source, world)) is not None:
             data, source, size, batch_size = dealt
         elif form(self.source) == "batches":
@@ -47,6 +55,9 @@ class Evaluating:
 
     def portions(self) -> Iterator[Portion]:
         """The portions of one evaluation."""
+        if self.shards is not None:
+            yield from self.shards.once()
+            return
         if self.reader is not None:
             yield from self.reader.epoch(0)
             return

@@ -23,7 +23,9 @@ class Position:
 class Portion(NamedTuple):
     """What one rank gets for one step: its batch, the samples in it and over all ranks, and where it stands.
 
-    `epoch` and `first` are where the step begins; `after` is where a run goes on that has taken it.
+    `epoch` and `first` are where the step begins; `after` is where a run goes on that has taken it. `exact=False`:
+    `everywhere` is a guess from what this rank holds. `alone`: another rank may hold no sample of this step. `mark` is what
+    the reader wants to know of it once it was given.
     """
 
     batch: Any
@@ -32,23 +34,45 @@ class Portion(NamedTuple):
     epoch: int
     first: int
     after: Position
+    exact: bool = True
+    alone: bool = False
+    mark: Any = None
 
 
 class Reader(Protocol):
     """Training data of one rank, read on the host."""
 
-    steps_per_epoch: int | None
-    # The position at which an epoch is over, in what the position counts; None: only going through it tells.
-    epoch_end: int | None
-    # Whether the samples over all ranks are known, and not guessed from those of this rank.
-    exact: bool
+    # Whether epochs end with the data, whatever their length was said to be.
+    ends_by_itself: bool
+
+    @property
+    def steps_per_epoch(self) -> int | None:
+        """Steps of an epoch; `None`: nobody knows."""
+        ...
+
+    @property
+    def epoch_end(self) -> int | None:
+        """Where an epoch is over, in what the position counts; `None`: only going through it tells."""
+        ...
 
     def portions(self, position: Position) -> Generator[Portion, None, None]:
         """Portions from a position on, through one epoch after the other, without end."""
         ...
 
-    def beginning(self, position: Position) -> Position:
-        """Where going through the data beside a run that stands at `position` begins."""
+    def beside(self, position: Position) -> Generator[Portion, None, None]:
+        """The first portions of this rank once more, beside a run that stands at `position`; no other rank is asked."""
+        ...
+
+    def given(self, portion: Portion) -> None:
+        """A portion was given to a step."""
+        ...
+
+    def state_dict(self) -> dict[str, Any]:
+        """What this rank needs besides the position to go on after the portions that were given; plain values."""
+        ...
+
+    def load_state_dict(self, states: list[dict[str, Any]]) -> None:
+        """Go on where a run stood whose ranks gave these states, one each."""
         ...
 
     @property

@@ -28,7 +28,7 @@ class RunInfo:
     config_yaml: str
     explain: str
     environment: dict[str, Any]
-    total_steps: int
+    total_steps: int | None
     steps_per_epoch: int | None
     start_step: int
     batch_size: int

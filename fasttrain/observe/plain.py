@@ -34,7 +34,9 @@ class PlainProgress(Observer):
         """Say what begins."""
         self._unit = run.unit
         ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
-        if run.start_step >= run.total_steps:
+        if run.total_steps is None:
+            steps = f"steps from {run.start_step + 1} on, to the end of the data"
+        elif run.start_step >= run.total_steps:
             steps = f"all {run.total_steps} steps were made before"
         elif run.start_step:
             steps = f"steps {run.start_step + 1} to {run.total_steps} (resumed)"
@@ -54,11 +56,15 @@ class PlainProgress(Observer):
         """Print the line of a log point, unless there were many a second."""
         left = self._left.at(record)
         now = self._now()
-        is_last = record["step"] >= record["total_steps"]
+        total = record["total_steps"]
+        is_last = total is not None and record["step"] >= total
         if self._lines >= FREE_LINES and now - self._printed_at < LATER_EVERY_S and not is_last:
             return
         self._lines, self._printed_at = self._lines + 1, now
-        parts = [f"step {record['step']}/{record['total_steps']}", f"loss {text.figure(record.get('loss'))}"]
+        parts = [
+            f"step {record['step']}" + (f"/{total}" if total is not None else ""),
+            f"loss {text.figure(record.get('loss'))}",
+        ]
         if record.get("epoch") is not None:
             parts.insert(1, f"epoch {record['epoch']:.2f}")
         parts.append(f"lr {text.rate_of_learning(record.get('lr'))}")

@@ -45,6 +45,11 @@ def waiting_lines(what: str, width: int) -> list[Text]:
 
 def _bar_line(record: Mapping[str, Any], left: float | None, width: int, widths: Widths, ascii_only: bool) -> Text:
     step, total = record["step"], record["total_steps"]
+    if total is None:  # nobody knows how many there will be: no share of them, no time left
+        items = [("step", f"{step:,}")]
+        if record.get("epoch") is not None:
+            items.append(("epoch", widths.pad("epoch", f"{record['epoch']:.2f}")))
+        return Text(MARGIN).append_text(_joined(_fitting(items, width - 1 - len(MARGIN))))
     share = min(1.0, step / total) if total else 1.0
     # Rounded down: 100 % stands for done.
     percent = f"{int(share * 100):3d}%"
@@ -127,8 +132,11 @@ def _joined(items: Iterable[Item], first: str = GAP, between: str = GAP) -> Text
 def header(run: RunInfo, width: int) -> Text:
     """What begins."""
     ranks = "1 rank" if run.world_size == 1 else f"{run.world_size} ranks"
-    length = [("", f"{run.total_steps:,} steps")]
-    if run.start_step >= run.total_steps:
+    length = [("", f"{run.total_steps:,} steps" if run.total_steps is not None else "to the end of the data")]
+    if run.total_steps is None:
+        if run.start_step:
+            length = [("steps", f"{run.start_step + 1:,} to the end of the data"), ("", "resumed")]
+    elif run.start_step >= run.total_steps:
         length = [("", f"all {run.total_steps:,} steps were made before")]
     elif run.start_step:
         length = [("steps", f"{run.start_step + 1:,} to {run.total_steps:,}"), ("", "resumed")]
@@ -153,7 +161,7 @@ def _blocks(run: RunInfo) -> list[Item]:
 def event(
     label: str,
     step: int,
-    total_steps: int,
+    total_steps: int | None,
     items: Iterable[Item],
     width: int,
     *,
@@ -162,7 +170,7 @@ def event(
 ) -> Text:
     """An evaluation or a save, as a line that stays; what is too wide goes on below, cut between its figures."""
     line = Text(MARGIN).append(f"{label:<9}", style=style).append("   step ", style=LABEL)
-    line.append(f"{step:,}".rjust(len(f"{total_steps:,}")))
+    line.append(f"{step:,}".rjust(0 if total_steps is None else len(f"{total_steps:,}")))
     return _hanging(line.append("   "), items, width, gap)
 
 
@@ -182,19 +190,19 @@ def _hanging(line: Text, items: Iterable[Item], width: int, gap: str = GAP) -> T
     return line
 
 
-def evaluation(record: Mapping[str, Any], total_steps: int, width: int) -> Text:
+def evaluation(record: Mapping[str, Any], total_steps: int | None, width: int) -> Text:
     """An evaluation's metrics."""
     items = [(name, text.figure(value)) for name, value in record["metrics"].items()]
     return event("evaluated", record["step"], total_steps, [*items, *_took(record)], width)
 
 
-def save(record: Mapping[str, Any], total_steps: int, width: int) -> Text:
+def save(record: Mapping[str, Any], total_steps: int | None, width: int) -> Text:
     """A checkpoint."""
     items = [("", text.size(record["bytes"]))] if record.get("bytes") is not None else []
     return event("saved", record["step"], total_steps, [*items, *_took(record)], width)
 
 
-def remark(record: Mapping[str, Any], total_steps: int, width: int) -> Text:
+def remark(record: Mapping[str, Any], total_steps: int | None, width: int) -> Text:
     """Something to know; its words are broken where the window ends."""
     words = [("", word) for word in record["text"].split()]
     return event("note", record["step"], total_steps, words, width, gap=" ", style=WARN)

@@ -52,7 +52,8 @@ class TerminalProgress(Observer):
         """Draw the figures of a log point."""
         self._record, self._seconds_left = record, self._left.at(record)
         now = self._now()
-        if now - self._drawn_at >= REFRESH_S or record["step"] >= record["total_steps"]:
+        total = record["total_steps"]
+        if now - self._drawn_at >= REFRESH_S or (total is not None and record["step"] >= total):
             self._drawn_at = now
             self._show(lambda: self._live.refresh())
 

@@ -177,6 +177,8 @@ class TimeLeft:
         step, now = record["step"], self._now()
         if self._first is None:
             self._first = (step, now)
+        if record["total_steps"] is None:
+            return None
         left = record["total_steps"] - step
         steps = step - self._first[0]
         if steps > 0:

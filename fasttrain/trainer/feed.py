@@ -5,8 +5,8 @@ from __future__ import annotations
 import contextlib
 import itertools
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
-from dataclasses import replace
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -16,21 +16,22 @@ from fasttrain.core.plan import Plan
 from fasttrain.core.task import Fed, Task
 from fasttrain.data import Data
 from fasttrain.data.amounts import no_steps, refuse_repeats
-from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.data import form, num_samples_of
 from fasttrain.data.evaluating import Evaluating
-from fasttrain.data.grouping import digest, lengths_of
 from fasttrain.data.order import Order, share
 from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
 from fasttrain.data.seeds import StepSeed, mix
+from fasttrain.data.streamed import Streamed
+from fasttrain.data.tables import EVALUATION, TRAIN, prepared
 from fasttrain.distributed.affinity import cores_of_rank
 from fasttrain.distributed.world import World
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.observe import StepClock
 from fasttrain.trainer.delivery import Ahead, Carrier, Sent
+from fasttrain.trainer.readers import reader_of, refuse_other_ranks
 from fasttrain.trainer.waiting import Spent, Waiting
 from fasttrain.trainer.workers import Workers
 
@@ -39,9 +40,17 @@ Read = tuple[Portion, Fed, Sent]
 
 
 class Feed:
-    """Batches of a run. Says how many steps there are, and tells the task what it knows of each batch."""
+    """Batches of a run. Says how many steps there are, and tells the task what it knows of each batch.
 
-    def __init__(self, data: Data, settings: Settings, world: World) -> None:
+    `waiting`: strategies with which every rank must compute in each step.
+    """
+
+    def __init__(self, data: Data, settings: Settings, world: World, waiting: Sequence[str] = ()) -> None:
+        data = replace(
+            data,
+            train=prepared(data.train, TRAIN, world.rank, world.size),
+            evaluation=prepared(data.evaluation, EVALUATION, world.rank, world.size),
+        )
         if world.is_main:
             warn_of_huge_lists(data.train, data.workers)
         size = num_samples_of(data.train)
@@ -62,7 +71,7 @@ class Feed:
         self.position = Position()
         self.samples = 0
         refuse_repeats(data, settings.batch_size)
-        self.reader: Reader = self._reader()
+        self.reader: Reader = reader_of(self.data, settings, world, size)
         # What was given last: the portion without its batch, and its reader; None while the next one is read.
         self._in_step: tuple[Portion, Reader | Evaluating] | None = None
         self._evaluating: Evaluating | None = None
@@ -73,76 +82,45 @@ class Feed:
             raise ConfigError(
                 f"batch_size={settings.batch_size} cannot be cut over {world.size} ranks; use {world.size} or more."
             )
+        refuse_other_ranks(world, settings, self.data, size)
+        if isinstance(self.reader, Streamed):
+            self.reader.join(", ".join(waiting) or None)
         self.steps_per_epoch = self.reader.steps_per_epoch
+        # None: epochs of a length that nobody knows.
         self.total_steps = self._total_steps()
-        self._agree(size)
-
-    def _reader(self) -> Reader:
-        settings, world, size = self.settings, self.world, self._size
-        lengths = lengths_of(self.data.lengths, size, self.data.shuffle)
-        if size is None:
-            share = settings.batch_size // world.size
-            return ByBatches(self.data, share, settings.seed, world.rank, world.size, settings.limit_batches)
-        order = Order(
-            size=size,
-            batch_size=settings.batch_size,
-            seed=settings.seed,
-            shuffle=self.data.shuffle,
-            limit=settings.limit_batches,
-            lengths=lengths,
-            drop_last=self.data.drop_last,
-            repeats=self.data.repeats,
-        )
-        return ByOrder(self.data, self.data.train, order, world.rank, world.size)
 
     @property
     def order(self) -> Order | None:
         """The order of the training samples; None where the data cuts its own batches."""
         return self.reader.order if isinstance(self.reader, ByOrder) else None
 
-    def _agree(self, size: int | None) -> None:
-        """Refuse ranks that would draw other orders of the data, or do what all do together at other steps.
-
-        Raises:
-            ConfigError: on every rank, naming the first difference.
-        """
-        settings, evaluation = self.settings, self.data.evaluation
-        mine = {
-            "seed": settings.seed,
-            "batch_size": settings.batch_size,
-            "data": None if (told := getattr(self.data.train, "fingerprint", None)) is None else told(),
-            "samples": size,
-            "shuffle": self.data.shuffle,
-            "lengths (their hash)": None if self.data.lengths is None else digest(self.data.lengths),
-            "drop_last": self.data.drop_last,
-            "repeats": self.data.repeats,
-            "limit_batches": settings.limit_batches,
-            "steps an epoch": self.steps_per_epoch,
-            "steps": self.total_steps,
-            "evaluation samples": None if evaluation is None else num_samples_of(evaluation) or "as they come",
-            "log.every": settings.log.every,
-            "evaluate.every": settings.evaluate.every,
-            "checkpoint.every": settings.checkpoint.every,
-        }
-        first, *others = self.world.gather(mine)
-        for rank, other in enumerate(others, start=1):
-            for key, value in first.items():
-                if other[key] != value:
-                    raise ConfigError(
-                        f"{key}={value} on rank 0 and {key}={other[key]} on rank {rank}, but ranks share one order of the "
-                        "data and take every step together; give all ranks the same settings and data, without asking "
-                        "for the rank (each takes its share by itself)."
-                    )
-
-    def _total_steps(self) -> int:
-        if self.settings.steps is not None:
-            return self.settings.steps
-        epochs = 1 if self.settings.epochs is None else self.settings.epochs
+    def _total_steps(self) -> int | None:
+        settings = self.settings
+        if settings.steps is not None:
+            return settings.steps
         if self.steps_per_epoch is None:
-            raise ConfigError(
-                f"epochs={epochs}: the data does not say how many batches an epoch has; set steps=N instead."
-            )
-        return epochs * self.steps_per_epoch
+            if settings.epochs is None:
+                raise ConfigError(
+                    "neither steps nor epochs is set, and the data does not say how many batches an epoch has: it may have "
+                    "no end; set steps=N, or epochs=1 to go through it once."
+                )
+            return None
+        return self._epochs * self.steps_per_epoch
+
+    @property
+    def _epochs(self) -> int:
+        return 1 if self.settings.epochs is None else self.settings.epochs
+
+    @property
+    def ends_with_epochs(self) -> bool:
+        """Whether the run ends after so many epochs of data that ends by itself, in whatever number of steps."""
+        return self.settings.steps is None and self.reader.ends_by_itself
+
+    def is_over(self, step: int) -> bool:
+        """Whether the run is at its end with this step, the last one whose batch was given."""
+        if self.ends_with_epochs:
+            return self.position.epoch >= self._epochs
+        return self.total_steps is not None and step >= self.total_steps
 
     def remarks(self) -> list[str]:
         """What is to be said of the data before the first step."""
@@ -172,17 +150,18 @@ class Feed:
     def epochs_done(self) -> float:
         """Epochs seen so far, with their fraction."""
         end = self.reader.epoch_end
-        return self.position.epoch + (self.position.seen / end if end else 0.0)
+        return self.position.epoch + (min(self.position.seen / end, 1.0) if end else 0.0)
 
     @property
     def shares(self) -> tuple[tuple[int, ...], tuple[int, ...]] | None:
         """Samples of each rank in a usual step, and in the last one of an epoch if this run comes to it."""
-        return self.reader.shares(self.total_steps) if isinstance(self.reader, ByOrder) else None
+        total = self.total_steps
+        return self.reader.shares(total) if isinstance(self.reader, ByOrder) and total is not None else None
 
     @property
     def evaluates(self) -> bool:
         """Whether evaluations come while the run trains: there is data for them, and it is known after which steps."""
-        known = self.settings.evaluate.every is not None or self.steps_per_epoch is not None
+        known = self.settings.evaluate.every is not None or self.steps_per_epoch is not None or self.ends_with_epochs
         return self.data.evaluation is not None and known
 
     @property
@@ -192,25 +171,26 @@ class Feed:
 
     def again(self, task: Task, plan: Plan, batches: int) -> Iterator[Any]:
         """The first training batches of this rank once more, on the device; position and generators stay where they are."""
-        with self.reader.undisturbed():
-            portions = self.reader.portions(self.reader.beginning(self.position))
-            with contextlib.closing(portions):
-                for read in self._read(itertools.islice(portions, batches), self.reader, task, plan):
-                    yield self._given(read, task, plan)
+        with self.reader.undisturbed(), contextlib.closing(self.reader.beside(self.position)) as portions:
+            for read in self._read(itertools.islice(portions, batches), self.reader, task, plan):
+                yield self._given(read, task, plan)
 
     def training(self, task: Task, plan: Plan, steps: int | None = None) -> Generator[Any, None, None]:
-        """Training batches on the device, from the position on, without end. The position counts what was given.
+        """Training batches on the device, from the position on. The position counts what was given.
 
         `steps`: how many will be asked for; nothing is read ahead of the last of them.
         """
         with contextlib.closing(self._timed_portions()) as portions:
-            reading = self._read(portions, self.reader, task, plan, counting=task.augment is not None)
+            reading = self._read(
+                self._of_this_run(portions), self.reader, task, plan, counting=task.augment is not None
+            )
             ahead = Ahead(reading, self.prefetch, steps) if self.prefetch else None
             self.read_ahead = None if ahead is None else ahead.fill
             try:
                 for read in reading if ahead is None else ahead:
                     batch, portion = self._given(read, task, plan, task.augment), read[0]
                     self.position = portion.after
+                    self.reader.given(portion)
                     self.samples += portion.everywhere
                     self._in_step = portion._replace(batch=None), self.reader
                     yield batch
@@ -237,7 +217,7 @@ class Feed:
                 if workers is not None and workers.read(took):
                     reading.close()  # ends its workers
                     self.data = replace(self.data, num_workers=workers.num)
-                    self.reader = self._reader()
+                    self.reader = reader_of(self.data, self.settings, self.world, self._size)
                     reading = self.reader.portions(portion.after)
         finally:
             reading.close()
@@ -259,6 +239,28 @@ class Feed:
     def _num_workers(self) -> int:
         train = self.data.train
         return train.num_workers if isinstance(train, torch.utils.data.DataLoader) else self.data.workers
+
+    def _of_this_run(self, portions: Iterable[Portion]) -> Iterator[Portion]:
+        """All of them; or those up to the end of the last epoch, if that ends the run."""
+        for portion in portions:
+            yield portion
+            if self.ends_with_epochs and portion.after.epoch >= self._epochs:
+                return
+
+    def state_dict(self) -> dict[str, Any]:
+        """Where the run stands in its data, over all ranks; every rank calls this. Plain values."""
+        mine = self.reader.state_dict()
+        return {"samples": self.samples, "position": asdict(self.position), "readers": self.world.gather(mine)}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from there; the ranks may be others where the data allows it.
+
+        Raises:
+            CheckpointError: it does not.
+        """
+        self.samples, self.position = state["samples"], Position(**state["position"])
+        if self.position.seen:  # an epoch begins without any state
+            self.reader.load_state_dict(state["readers"])
 
     def evaluation(self, task: Task, plan: Plan, source: Any = None) -> Iterator[tuple[Any, Portion]]:
         """Evaluation batches on the device, with what is known of each; every sample once over all ranks.
@@ -322,7 +324,10 @@ class Feed:
             batch = portion.batch
             if self.data.check is not None and batch is not None:
                 self._check(batch, portion, reader)
-            fed = Fed(batch, portion.here, portion.everywhere, exact=self.reader.exact)
+            # A `split` or layout of the user's may count other samples than those along dim 0.
+            own = task.cut is not None or self.data.lay_out is not None
+            exact = portion.exact and not (own and self.reader.ends_by_itself)
+            fed = Fed(batch, portion.here, portion.everywhere, exact=exact, alone=portion.alone)
             given, task.fed = task.fed, fed  # whoever cuts the batch asks the task what is known of it
             if self.data.lay_out is not None and batch is not None and not isinstance(batch, Microbatches):
                 fed.batch = batch = Microbatches(map(self.data.lay_out, plan.split(task, batch)))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -36,10 +36,10 @@ def _fit(trainer: Trainer) -> dict[str, Any]:
     with session, trainer.feed.keeping_workers(), deaths_explained():
         if not trainer.model.training:  # else parts that the user put into evaluation mode would lose it
             trainer.model.train()
-        end = trainer.feed.total_steps
-        given = trainer.feed.training(trainer.task, trainer.plan, end - trainer.step)
-        with closing(given) as batches, deaths_explained():
-            reason = train_until(session, batches, end)
+        feed = trainer.feed
+        steps = None if feed.total_steps is None or feed.ends_with_epochs else feed.total_steps - trainer.step
+        with closing(feed.training(trainer.task, trainer.plan, steps)) as batches, deaths_explained():
+            reason = train_until(session, batches, feed.is_over)
         if reason is not None:
             return session.end("stopped", reason)
         session.evaluate_at_end()
@@ -47,17 +47,19 @@ def _fit(trainer: Trainer) -> dict[str, Any]:
         return session.end("done")
 
 
-def train_until(session: Session, batches: Iterator[Any], end: int) -> str | None:
-    """Train up to step number `end`; returns the reason if the run was stopped before, saved after its last step."""
+def train_until(session: Session, batches: Iterator[Any], is_over: Callable[[int], bool]) -> str | None:
+    """Train until `is_over(step)`; returns the reason if the run was stopped before, saved after its last step."""
     trainer, clock, feed = session.trainer, session.clock, session.trainer.feed
     first = trainer.step + 1 if trainer.plan.speaks else None
     clock.start()
-    while trainer.step < end:
+    over = is_over(trainer.step)
+    while not over:
         before = trainer.step
-        session.watch(before + 1)
         clock.asks()
         batch = next(batches)
         clock.given()
+        # Not before: only the batch that ends the data tells that this step is the last.
+        session.watch(before + 1)
         try:
             info = trainer.train_step(batch)
         except Exception as error:
@@ -77,7 +79,8 @@ def train_until(session: Session, batches: Iterator[Any], end: int) -> str | Non
             session.log(info)
         if session.evaluation_is_due(step):
             session.evaluate()
-        reason = session.stopper.boundary(step) if step < end else None
+        over = is_over(step)
+        reason = None if over else session.stopper.boundary(step)
         if session.save_is_due(step) or reason is not None:
             session.save()
         if reason is not None:

@@ -64,7 +64,6 @@ class Session:
         self.remarks: list[dict[str, Any]] = []
         self._by_samples = trainer.task.count is None
         self._evaluates = trainer.data.evaluation is not None
-        self._total_steps = trainer.total_steps
         self._log_every = self.settings.log.every
         self._save_every = self.settings.checkpoint.every
 
@@ -161,7 +160,7 @@ class Session:
 
     def watch(self, step: int) -> None:
         """Before a step: whether its figures will be read."""
-        watching = step % self._log_every == 0 or step == self._total_steps
+        watching = step % self._log_every == 0 or self.trainer.feed.is_over(step)
         if watching != self.watching:
             self.watching = watching
             self.trainer.plan.watch_norm = self.trainer.figures.watching = watching
@@ -185,8 +184,7 @@ class Session:
         every = self.settings.evaluate.every
         if every is not None:
             return step % every == 0
-        steps = self.trainer.feed.steps_per_epoch
-        return steps is not None and self.trainer.feed.position.seen == 0
+        return self.trainer.feed.position.seen == 0
 
     def save_is_due(self, step: int) -> bool:
         """Whether to save after this step."""

@@ -102,6 +102,11 @@ def settled(resolved: Resolved, world: World) -> Resolved:
     return dataclasses.replace(resolved, names=names, strategies=strategies, reasons=reasons)
 
 
+def waiting_together(resolved: Resolved) -> list[str]:
+    """The strategies with which forwards of ranks wait for each other."""
+    return [f"{slot}={resolved.names[slot]}" for slot, cls in resolved.classes().items() if cls.forwards_together]
+
+
 def build_plan(resolved: Resolved, context: Context) -> Plan:
     """The plan of a config. The dtype policy is asked first: every other strategy may read it."""
     classes = resolved.classes()

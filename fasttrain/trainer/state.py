@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 import yaml
 
 from fasttrain.checkpoint import load_plain, load_tensors, save, stored_tensors
-from fasttrain.data.reading import Position
 from fasttrain.data.seeds import mix
 from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.lazy import np, torch
@@ -144,15 +143,13 @@ def _save_state(trainer: Trainer, path: Path, plain: Mapping[str, Any]) -> int:
     tensors = {f"model.{name}": tensor for name, tensor in weights.items() if name not in left_out}
     tensors |= {f"extra.{name}": tensor for name, tensor in extra_tensors.items()}
     tensors |= optimizer_tensors | strategy_tensors | rng_tensors(trainer.world.rank, trainer.device)
-    position = trainer.feed.position
     refused = {part: trainer.plan.refused(optimizer) for part, optimizer in trainer.optimizers.items()}
     return save(
         path,
         tensors,
         {
             "step": trainer.step,
-            "samples": trainer.feed.samples,
-            "position": {"epoch": position.epoch, "seen": position.seen},
+            "data": trainer.feed.state_dict(),
             "refused": {part: float(steps) for part, steps in refused.items()},
             "counted_on_device": [part for part, steps in refused.items() if isinstance(steps, torch.Tensor)],
             "optimizer": optimizer_plain,
@@ -208,8 +205,7 @@ def restore_state(trainer: Trainer, path: Path) -> dict[str, Any]:
     _give_strategies(trainer, strategies, plain["strategies"])
     set_trains(trainer.model, plain.get("trains", {}))
     trainer.step = plain["step"]
-    trainer.feed.samples = plain["samples"]
-    trainer.feed.position = Position(**plain["position"])
+    trainer.feed.load_state_dict(plain["data"])
     for part, optimizer in trainer.optimizers.items():
         steps = int(plain["refused"].get(part, 0))
         if part in plain.get("counted_on_device", ()):
@@ -310,7 +306,7 @@ def refuse_wrong_length(trainer: Trainer, checkpoint: Path, config: str) -> None
             f"batch_size={settings.batch_size}: {checkpoint} stands in the middle of an epoch whose samples are grouped by "
             f"length into batches of {before}; others would come twice or not at all. Go on with batch_size={before}."
         )
-    if step > feed.total_steps:
+    if feed.total_steps is not None and not feed.ends_with_epochs and step > feed.total_steps:
         raise ConfigError(
             f"{checkpoint} is at step {step}, beyond the {feed.total_steps} steps planned here; give more of them (steps=N, "
             "epochs=N), or start anew without resume."

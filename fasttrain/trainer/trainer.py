@@ -42,6 +42,7 @@ from fasttrain.trainer.setup import (
     only_trains,
     seed_everything,
     set_determinism,
+    waiting_together,
 )
 from fasttrain.trainer.state import restore_state
 
@@ -111,7 +112,7 @@ class Trainer(Looks):
         own_fp32_precision()  # what an earlier run set for itself
         seed_everything(self.seed)
         self.data = self.build_data()
-        self.feed = Feed(self.data, self.config, self.world)
+        self.feed = Feed(self.data, self.config, self.world, waiting_together(self.resolved))
 
     # ---- what research code gives (more of it, for evaluations: looks.py)
 
@@ -221,8 +222,8 @@ class Trainer(Looks):
             self.figures.add(name, value, self.plan.weight, kind)
 
     @property
-    def total_steps(self) -> int:
-        """Planned optimizer steps of the run: what schedules are made for."""
+    def total_steps(self) -> int | None:
+        """Planned optimizer steps of the run: what schedules are made for; `None`: nobody knows."""
         return self.feed.total_steps
 
     # ---- seams of the constructor
