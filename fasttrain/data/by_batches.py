@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterator, Sized
+from collections.abc import Callable, Generator, Iterator, Sequence, Sized
 from typing import Any
 
 from fasttrain.core.batch import Microbatches, leading, num_samples
 from fasttrain.data.data import Data
 from fasttrain.data.lost import lost
+from fasttrain.data.naming import rows_of
 from fasttrain.data.once import read_once_each
 from fasttrain.data.order import at_most
 from fasttrain.data.plain import from_plain, to_plain
@@ -50,9 +51,9 @@ class ByBatches(Streamed):
         finally:
             end_workers_of(self.source)
 
-    def told(self, portion: Portion) -> str:
-        """Which batch of the data a portion is."""
-        return f"batch {portion.first} of epoch {portion.epoch} of the training data"
+    def told(self, portion: Portion, rows: Sequence[int] | None = None) -> str:
+        """Which batch of the data a portion is, or which of its samples."""
+        return f"{rows_of(rows)}batch {portion.first} of epoch {portion.epoch} of the training data"
 
     def _pieces(self, position: Position) -> Generator[Piece, None, None]:
         skip = position.seen

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, NamedTuple
 
 from fasttrain.core.batch import num_samples, pieces
-from fasttrain.data.data import Data, form, take
+from fasttrain.data.data import Data, form, taker
 from fasttrain.data.fetching import Key, reason_of
 from fasttrain.data.loader import Loader
 from fasttrain.data.naming import listed
@@ -104,9 +104,9 @@ class ByOrder:
 
     def _batches(self, loader: Loader | None, position: Position, epochs: int | None) -> Iterator[tuple[Step, Any]]:
         if loader is None:
+            take, whole = taker(self.source), self._whole
             for step, indices in self._with_indices(position, epochs):
-                low, high = (step.first, step.end) if self._whole else (step.low, step.high)
-                yield step, take(self.source, indices[low:high])
+                yield step, take(indices[step.first : step.end] if whole else indices[step.low : step.high])
             return
         reading = loader.batches(self._keys(position, epochs))
         for step in self._steps(position, epochs):
@@ -161,10 +161,12 @@ class ByOrder:
         """Reading by number moves no generator but its own."""
         return nullcontext()
 
-    def told(self, portion: Portion) -> str:
-        """The samples of this rank in a portion, a few by name."""
+    def told(self, portion: Portion, rows: Sequence[int] | None = None) -> str:
+        """The samples of this rank in a portion, or those of these rows, a few by name."""
         low, high = share(portion.first, portion.first + portion.everywhere, self.rank, self.ranks)
         indices = self.order.epoch(portion.epoch)[low:high].tolist()
+        if rows is not None:
+            indices = [indices[row] for row in rows]
         return f"{listed(self.source, indices)} of the {self.what}"
 
     def shares(self, total_steps: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

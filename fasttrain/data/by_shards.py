@@ -7,10 +7,11 @@ import hashlib
 import itertools
 import warnings
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from fasttrain.data.data import Data
+from fasttrain.data.naming import rows_of
 from fasttrain.data.order import at_most
 from fasttrain.data.reading import Portion, Position
 from fasttrain.data.seeds import mix, own_randomness
@@ -141,9 +142,9 @@ class ByShards(Streamed):
             )
         return max(1, at_most(limit, -(-self.source.length // self.batch_size)))
 
-    def told(self, portion: Portion) -> str:
-        """How far the epoch is with a portion."""
-        return f"{portion.here} samples from sample {portion.first} of epoch {portion.epoch} of the shards on"
+    def told(self, portion: Portion, rows: Sequence[int] | None = None) -> str:
+        """How far the epoch is with a portion, or with which of its samples."""
+        return f"{rows_of(rows)}{portion.here} samples from sample {portion.first} of epoch {portion.epoch} of the shards on"
 
     @property
     def can_begin_anew(self) -> bool:

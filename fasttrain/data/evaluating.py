@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -13,6 +13,7 @@ from fasttrain.data.by_batches import batched, given_batches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.by_shards import ByShards
 from fasttrain.data.data import Data, form, num_samples_of
+from fasttrain.data.naming import rows_of
 from fasttrain.data.order import Order, at_most
 from fasttrain.data.reading import Portion, Position
 from fasttrain.data.seeds import own_randomness
@@ -76,9 +77,11 @@ class Evaluating:
                 "has; give a number of batches."
             ) from None
 
-    def told(self, portion: Portion) -> str:
-        """What of the data a portion is."""
-        return f"batch {portion.first} of the evaluation data" if self.reader is None else self.reader.told(portion)
+    def told(self, portion: Portion, rows: Sequence[int] | None = None) -> str:
+        """What of the data a portion is, or some rows of it."""
+        if self.reader is None:
+            return f"{rows_of(rows)}batch {portion.first} of the evaluation data"
+        return self.reader.told(portion, rows)
 
     def close(self) -> None:
         """End the workers."""

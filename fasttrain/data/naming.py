@@ -39,6 +39,15 @@ def listed(source: Any, indices: Sequence[int], most: int = 4) -> str:
     return f"{told} and {len(indices) - most} more" if len(indices) > most else told
 
 
+def rows_of(rows: Sequence[int] | None) -> str:
+    """Some samples of a batch by their place in it, for what stands before the batch.
+
+    >>> rows_of([3, 5]), rows_of(None)
+    ('samples 3, 5 of ', '')
+    """
+    return "" if rows is None else f"sample{'s' * (len(rows) > 1)} {', '.join(map(str, rows[:4]))} of "
+
+
 def _own_name(source: Any, index: int) -> str | None:
     try:
         if callable(own := getattr(source, "name_of", None)):

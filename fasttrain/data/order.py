@@ -62,7 +62,8 @@ class Order:
 
     def spans(self, position: int = 0) -> list[tuple[int, int]]:
         """First position and end of each step of an epoch from `position` on, over all ranks."""
-        return [(a, min(a + self.batch_size, self.end)) for a in range(position, self.end, self.batch_size)]
+        step, end = self.batch_size, self.end
+        return [(first, min(first + step, end)) for first in range(position, end, step)]
 
 
 def at_most(limit: float, steps: int) -> int:

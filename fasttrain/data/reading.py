@@ -6,7 +6,7 @@ reads on the host and knows nothing of devices and models.
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
@@ -80,8 +80,8 @@ class Reader(Protocol):
         """Whether the data can be gone through beside the training, which is in the middle of it."""
         ...
 
-    def told(self, portion: Portion) -> str:
-        """What of the data a portion is, for a message: its samples by name, or the number of the batch."""
+    def told(self, portion: Portion, rows: Sequence[int] | None = None) -> str:
+        """What of the data a portion is, for a message: its samples by name (those of `rows`), or its batch by number."""
         ...
 
     def undisturbed(self) -> AbstractContextManager[None]:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from fasttrain.core.batch import leading
-from fasttrain.data.data import Data, form, num_samples_of, take
+from fasttrain.data.data import Data, form, num_samples_of, taker
 from fasttrain.data.evaluating import batched_stream
 from fasttrain.data.naming import name_of
 from fasttrain.data.seeds import own_randomness
@@ -91,7 +91,7 @@ def survey(data: Data, source: Any, label_of: Callable[[Any], Any], workers: int
 
 def _in_memory(source: Any, end: int, label_of: Callable[[Any], Any]) -> Iterator[_Look]:
     for first in range(0, end, CHUNK):
-        batch = take(source, torch.arange(first, min(first + CHUNK, end)))
+        batch = taker(source)(torch.arange(first, min(first + CHUNK, end)))
         look = _look(batch, first, label_of)
         rows = [leaf.reshape(leaf.shape[0], -1).numpy() for leaf in _tensors(batch).values() if leaf.dim() > 1]
         if rows:

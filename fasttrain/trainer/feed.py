@@ -24,6 +24,7 @@ from fasttrain.data.packed import warn_of_huge_lists
 from fasttrain.data.reading import Portion, Position, Reader
 from fasttrain.data.seeds import StepSeed, mix
 from fasttrain.data.streamed import Streamed
+from fasttrain.data.suspects import bad_label, ranges
 from fasttrain.data.tables import EVALUATION, TRAIN, prepared
 from fasttrain.distributed.affinity import cores_of_rank
 from fasttrain.distributed.world import World
@@ -72,7 +73,7 @@ class Feed:
         self.samples = 0
         refuse_repeats(data, settings.batch_size)
         self.reader: Reader = reader_of(self.data, settings, world, size)
-        # What was given last: the portion without its batch, and its reader; None while the next one is read.
+        # What was given last, and its reader; None while the next one is read.
         self._in_step: tuple[Portion, Reader | Evaluating] | None = None
         self._evaluating: Evaluating | None = None
         self._keeps_workers = False
@@ -192,7 +193,7 @@ class Feed:
                     self.position = portion.after
                     self.reader.given(portion)
                     self.samples += portion.everywhere
-                    self._in_step = portion._replace(batch=None), self.reader
+                    self._in_step = portion, self.reader
                     yield batch
                     self._in_step = None
                     if ahead is not None:
@@ -278,7 +279,7 @@ class Feed:
             )
             for read in ahead:
                 batch = self._given(read, task, plan)
-                self._in_step = read[0]._replace(batch=None), evaluating
+                self._in_step = read[0], evaluating
                 yield batch, read[0]
                 self._in_step = None
                 ahead.fill()
@@ -307,6 +308,12 @@ class Feed:
         """Note in an error of a step which samples its batch holds."""
         if self._in_step is not None and not isinstance(error, ConfigError):
             portion, reader = self._in_step
+            if (bad := bad_label(error, portion.batch)) is not None:
+                error.add_note(
+                    f"Label {bad[0]} is that of {reader.told(portion, bad[1])}; mend it, or give more classes."
+                )
+            elif (held := ranges(error, portion.batch)) is not None:
+                error.add_note(f"Whole numbers in the batch of this step, or of one shortly before: {held}.")
             error.add_note(f"The batch of this step: {reader.told(portion)}.")
             self._in_step = None  # told once
 

@@ -13,6 +13,7 @@ from fasttrain import ConfigError, Data
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.order import Order
 from fasttrain.data.reading import Position
+from fasttrain.data.suspects import ranges
 from fasttrain.errors import BatchError, BrokenSample
 from tests.helpers import QUIET, Mlp, points
 
@@ -186,9 +187,26 @@ def test_an_error_of_a_step_names_the_samples_of_its_batch(evaluates):
         cls(batch_size=8, epochs=1, **QUIET).fit()
     which = "evaluation" if evaluates else "training"
     assert told.value.__notes__ == [
+        f"Label 10 is that of sample 17 (photos/17.jpg) of the {which} data; mend it, or give more classes.",
         "The batch of this step: sample 16 (photos/16.jpg), sample 17 (photos/17.jpg), sample 18 (photos/18.jpg), "
-        f"sample 19 (photos/19.jpg) and 4 more of the {which} data."
+        f"sample 19 (photos/19.jpg) and 4 more of the {which} data.",
     ]
+
+
+def test_a_bad_label_in_a_batch_of_a_loader_is_told_by_its_row():
+    x, y = points(24)
+    y[9] = 10
+    loader = torch.utils.data.DataLoader(torch.utils.data.TensorDataset(x, y), batch_size=8)
+    cls = type("Loaded", (Mlp,), {"build_data": lambda self: Data(train=loader)})
+    with pytest.raises(IndexError) as told:
+        cls(batch_size=8, epochs=1, **QUIET).fit()
+    assert told.value.__notes__[0].startswith("Label 10 is that of sample 1 of batch 1 of epoch 0 of the training data")
+
+
+def test_what_a_device_refused_without_a_name_is_told_by_the_range_of_the_whole_numbers():
+    batch = {"x": torch.rand(3, 2), "label": torch.tensor([0, 12, 4]), "tokens": torch.tensor([[5, 6]])}
+    assert ranges(RuntimeError("CUDA error: device-side assert triggered"), batch) == "0 to 12, 5 to 6"
+    assert ranges(RuntimeError("out of memory"), batch) is None
 
 
 def test_the_thousandth_sample_of_an_evaluation_is_told_as_one_of_the_evaluation():

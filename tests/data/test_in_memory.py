@@ -7,7 +7,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fasttrain import Data
-from fasttrain.data.data import take
+from fasttrain.data.data import taker
 from tests.helpers import QUIET, Mlp, points
 
 Pair = namedtuple("Pair", "x y")
@@ -36,7 +36,7 @@ class Operations(TorchDispatchMode):
 @pytest.mark.parametrize("name", TREES)
 def test_a_batch_of_a_tree_is_the_tree_of_its_samples(name):
     tree, indices = TREES[name], torch.tensor([3, 0, 19])
-    batch = take(tree, indices)
+    batch = taker(tree)(indices)
     expected = torch.utils._pytree.tree_map(lambda tensor: tensor[indices], tree)
     assert type(batch) is type(tree)
     leaves, spec = torch.utils._pytree.tree_flatten(batch)
