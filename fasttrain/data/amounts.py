@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Sized
 
-from fasttrain.data.data import Data, num_samples_of
+from fasttrain.data.data import Data, form, num_samples_of
 from fasttrain.data.order import Order
 from fasttrain.errors import ConfigError
+from fasttrain.lazy import torch
 
 
 def refuse_repeats(data: Data, batch_size: int) -> None:
@@ -31,6 +32,33 @@ def refuse_repeats(data: Data, batch_size: int) -> None:
         raise ConfigError(
             f"Data(repeats={data.repeats}) with batch_size={batch_size}: copies of an image would stand in two batches; use "
             f"a multiple of {data.repeats}."
+        )
+
+
+def refuse_what_needs_numbers(data: Data) -> None:
+    """Refuse settings that data whose samples have no number, and come as they come, would not follow.
+
+    Raises:
+        ConfigError: `drop_last`, or a `timeout_s` for workers that are not ours.
+    """
+    kind = type(data.train).__name__
+    loader, stream = (
+        isinstance(data.train, one) for one in (torch.utils.data.DataLoader, torch.utils.data.IterableDataset)
+    )
+    if data.drop_last:
+        instead = (
+            "set it in the DataLoader"
+            if loader
+            else "leave it out, since a short batch weighs what it holds, or end epochs before it with limit_batches=N"
+        )
+        raise ConfigError(
+            f"Data(drop_last=True) with a {kind}: which samples fill no batch is known only when every rank is at its end; "
+            f"{instead}."
+        )
+    if data.timeout_s is not None and form(data.train) == "batches" and not stream:
+        instead = "set timeout in the DataLoader" if loader else "leave it out, or give Shards or a map-style data set"
+        raise ConfigError(
+            f"Data(timeout_s={data.timeout_s}) with a {kind}, which is asked for batches as it gives them; {instead}."
         )
 
 

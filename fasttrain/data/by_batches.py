@@ -173,6 +173,7 @@ def batched(source: Any, share: int, data: Data) -> Any:
     """
     if isinstance(source, torch.utils.data.IterableDataset):
         settings: dict[str, Any] = {"batch_size": share, "num_workers": data.workers, "collate_fn": data.collate}
+        settings["timeout"] = (data.timeout_s or 0) if data.workers else 0
         stateful = stateful_loader(source, **settings)
         return torch.utils.data.DataLoader(source, **settings) if stateful is None else stateful
     given = source.batch_size if isinstance(source, torch.utils.data.DataLoader) else None

@@ -11,6 +11,7 @@ from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from fasttrain.data.data import Data
+from fasttrain.data.lost import OF_READING, deaths_explained
 from fasttrain.data.naming import rows_of
 from fasttrain.data.order import at_most
 from fasttrain.data.reading import Portion, Position
@@ -18,7 +19,7 @@ from fasttrain.data.seeds import mix, own_randomness
 from fasttrain.data.shards import DONE, Shards, Taken, dealt, epoch_order, samples_of
 from fasttrain.data.streamed import Streamed
 from fasttrain.data.together import Joined, Piece
-from fasttrain.data.workers import read
+from fasttrain.data.workers import Duty, end, read
 from fasttrain.distributed.world import World
 from fasttrain.errors import CheckpointError, ConfigError
 from fasttrain.lazy import torch
@@ -176,8 +177,7 @@ class ByShards(Streamed):
         try:
             yield from super().portions(position)
         finally:
-            # The workers end now. When garbage is collected, their queues would go first, and they be waited for in vain.
-            self._packets = None
+            self._close()
 
     def beside(self, position: Position) -> Generator[Portion, None, None]:
         """From the first batch of this epoch on, of this rank alone, by a reader of its own."""
@@ -192,7 +192,7 @@ class ByShards(Streamed):
             for number, piece in enumerate(self._pieces(Position())):
                 yield Portion(piece.batch, piece.samples, 0, 0, number, Position())
         finally:
-            self._packets = None
+            self._close()
 
     def _open(self, position: Position) -> None:
         """Begin to read, by workers that stay for all epochs."""
@@ -208,15 +208,25 @@ class ByShards(Streamed):
             batch_size=None,
             sampler=cast(Any, self._asked),
             num_workers=data.workers,
+            timeout=(data.timeout_s or 0) if data.workers else 0,
             collate_fn=cast(Any, _as_it_is),
             generator=torch.Generator().manual_seed(mix(self.seed, "workers")),
         )
         self._packets: Iterator[Packet] | None = None
+        self._iterator: Any = None
+
+    def _close(self) -> None:
+        # Now, and whoever holds an error with its frames. When garbage is collected, queues would go before workers.
+        if self._iterator is not None:
+            end(self._iterator)
+        self._packets = self._iterator = None
 
     def _pieces(self, position: Position) -> Iterator[Piece]:
         self._asked.epoch = position.epoch
         if self._packets is None:
-            self._packets = _undisturbing(read(self._loader), self.data.workers)
+            duty = Duty("training data" if self.train else "evaluation data", self.share)
+            self._iterator = read(self._loader, duty)
+            self._packets = _undisturbing(self._iterator, self.data.workers)
         turn = self._layout.turn if position.seen else 0
         steps = None if self.limit is None else max(0, self.limit - position.seen // self.batch_size)
         return itertools.islice(self._batches(self._packets, position.epoch, turn), steps)
@@ -313,7 +323,8 @@ def _as_it_is(packet: Packet) -> Packet:
 def _undisturbing(packets: Iterator[Packet], workers: int) -> Iterator[Packet]:
     """In this process, drawing for samples leaves the run's own generators as they were."""
     if workers:
-        yield from packets
+        with deaths_explained(OF_READING):
+            yield from packets
         return
     while True:
         with own_randomness(0):

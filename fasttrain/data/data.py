@@ -26,7 +26,7 @@ class Data:
 
     `drop_last`: the samples that fill no batch of an epoch are left out. `repeats`: repeated augmentation; each image of a
     batch stands in it so many times, augmented anew. `check(batch)` looks at each batch on the host, of training and
-    evaluation, and raises what is wrong. `timeout_s`: how long to wait for a batch of the workers.
+    evaluation, and raises what is wrong. `timeout_s`: how long to wait for a batch of the workers, where there are any.
 
     `size_at(epoch, position)` says how large the samples are read in the step that begins at that sample of the epoch:
     training samples then come from the data set's `at_size(index, size)`. Evaluation reads them as they are.
@@ -85,16 +85,9 @@ class Data:
                 f"Data(check=...) is a {type(self.check).__name__}; give a function that takes a batch and raises what is "
                 "wrong with it."
             )
-        if self.timeout_s is None:
-            return
-        if not self.timeout_s > 0:
+        if self.timeout_s is not None and not self.timeout_s > 0:
             raise ConfigError(
                 f"Data(timeout_s={self.timeout_s}) is no time to wait; give seconds, or None: without end."
-            )
-        if self.num_workers == 0:
-            raise ConfigError(
-                f"Data(timeout_s={self.timeout_s}) waits for workers, and there are none; give num_workers=1 or more, or "
-                "leave timeout_s out."
             )
 
     @property

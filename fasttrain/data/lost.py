@@ -61,12 +61,16 @@ def _while_reading(sample: str | None) -> str:
     return "" if sample is None else f" while it read {sample}"
 
 
+# What torch raises, or a connection to a worker, where a batch is asked for.
+OF_READING = (RuntimeError, OSError, EOFError)
+
+
 @contextlib.contextmanager
-def deaths_explained() -> Iterator[None]:
-    """Where a worker dies inside, what torch raises becomes a `LostWorker`."""
+def deaths_explained(kinds: tuple[type[Exception], ...] = (RuntimeError,)) -> Iterator[None]:
+    """Where a worker dies inside, what torch raises becomes a `LostWorker`; of errors of these kinds."""
     try:
         yield
-    except RuntimeError as error:
+    except kinds as error:
         if (found := lost(error)) is None:
             raise
         raise found from error

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from fasttrain.config.settings import Settings
 from fasttrain.data import Data
+from fasttrain.data.amounts import refuse_what_needs_numbers
 from fasttrain.data.by_batches import ByBatches
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.by_shards import ByShards
@@ -18,9 +19,11 @@ from fasttrain.errors import ConfigError
 
 def reader_of(data: Data, settings: Settings, world: World, size: int | None) -> Reader:
     """The reader for a form of training data; `size`: its samples, where they can be asked for by number."""
+    lengths = lengths_of(data.lengths, size, data.shuffle)
+    if size is None:
+        refuse_what_needs_numbers(data)
     if isinstance(data.train, Shards):
         return ByShards(data, data.train, settings.batch_size, settings.seed, world, settings.limit_batches)
-    lengths = lengths_of(data.lengths, size, data.shuffle)
     if size is None:
         share = settings.batch_size // world.size
         return ByBatches(data, share, settings.seed, world, settings.limit_batches)

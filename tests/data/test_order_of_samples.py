@@ -133,7 +133,6 @@ class Set(Mlp):
         ({"repeats": 3}, "repeats=3.* batch_size=8"),
         ({"repeats": 0}, "repeats=0"),
         ({"num_workers": -1}, "num_workers=-1"),
-        ({"timeout_s": 3.0}, "waits for workers"),
         ({"timeout_s": 0.0, "num_workers": 1}, "is no time to wait"),
         ({"check": 3}, "check=.* is a int"),
     ],
