@@ -61,13 +61,6 @@ class PackedSamples:
         return self.paths[index], int(self.classes[index])
 
 
-def pack_folder(dataset: Any) -> Any:
-    """Keep the samples of a torchvision image folder in arrays, in place; returns the data set."""
-    dataset.samples = dataset.imgs = PackedSamples(dataset.samples)
-    dataset.targets = dataset.samples.classes
-    return dataset
-
-
 def huge_lists(dataset: Any) -> list[tuple[str, int]]:
     """Python collections of 100,000 entries or more that a data set holds, itself or in data sets within it.
 

@@ -18,7 +18,7 @@ from fasttrain import Data
 from fasttrain.data import PackedStrings
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.order import Order
-from fasttrain.data.packed import huge_lists, pack_folder
+from fasttrain.data.packed import PackedSamples, huge_lists
 from tests.helpers import QUIET, Mlp, Recorder
 from tests.stack import setting
 
@@ -173,7 +173,7 @@ def test_MEM_LEAK_3_a_huge_list_of_a_data_set_is_told_where_there_are_workers():
     both = torch.utils.data.ConcatDataset([small, huge])
     assert huge_lists(both) == [("ConcatDataset.datasets[1].samples", 100_000)]
     assert huge_lists([1.0] * 100_000) == [("list", 100_000)]
-    pack_folder(huge)
+    huge.samples = PackedSamples(huge.samples)
     assert huge_lists(huge) == []
     assert huge.samples[99_999] == ("a.png", 0)
 
