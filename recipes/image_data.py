@@ -12,6 +12,7 @@ from fasttrain.data.cache import CachedFiles, num_bytes
 from fasttrain.data.images import train_and_val
 from fasttrain.data.shared_bytes import shared_on_host
 from fasttrain.data.sizes import Sizes
+from fasttrain.distributed.affinity import cores_of_rank
 from fasttrain.errors import ConfigError
 from fasttrain.lazy import torch
 from fasttrain.nn.augment import moved
@@ -35,9 +36,11 @@ class ImageData:
     `shift`: sets in memory are moved by up to so many pixels. `mirror`: half of the images are mirrored; null: those of
     patches and folders are. `sizes`: a schedule of smaller sides; of the images' own side where they are in memory.
     `repeats`: each image stands so many times in a batch, changed anew each time (repeated augmentation).
+    `prefetch`: batches that are copied to the device ahead of their step.
 
-    Of folders alone: `image_size`; `reduced`: JPEGs are decoded no finer than needed; `cache`: keep files in memory up to
-    `4GB` a host; `broken`: `skip` looks at every file before the run, and leaves out and lists those that cannot be read.
+    Of folders alone: `image_size`; `num_workers` (auto: found in the first steps); `reduced`: JPEGs are decoded no finer
+    than needed; `cache`: keep files in memory up to `4GB` a host; `broken`: `skip` looks at every file before the run, and
+    leaves out and lists those that cannot be read.
     """
 
     name: Literal["digits", "fashion", "patches", "photos", "folder"] = "digits"
@@ -48,6 +51,7 @@ class ImageData:
     num_workers: int | Literal["auto"] = 0
     sizes: Sizes | None = None
     repeats: int = 1
+    prefetch: int = 2
     reduced: bool = True
     cache: str | None = None
     broken: Literal["raise", "skip"] = "raise"
@@ -57,6 +61,10 @@ class ImageData:
             num_bytes(self.cache)
         if self.shift < 0 or self.image_size < 1:
             raise ConfigError(f"shift={self.shift}, image_size={self.image_size}: use 0 or more, and 1 or more pixels.")
+        if self.prefetch < 0 or (self.num_workers != "auto" and self.num_workers < 0):
+            raise ConfigError(
+                f"prefetch={self.prefetch}, num_workers={self.num_workers}: use 0 or more, or num_workers=auto."
+            )
         if self.sizes is not None and self.in_folders:
             self.sizes.sides(self.image_size)
 
@@ -105,8 +113,9 @@ def image_folders(config: ImageData, world: World, size_at: Callable[[int, int],
     if config.broken == "skip":
         from fasttrain.data.broken import leave_out_broken
 
+        workers = cores_of_rank() if config.num_workers == "auto" else config.num_workers
         for part in (train, val):
-            leave_out_broken(part, world, 0 if config.num_workers == "auto" else config.num_workers)
+            leave_out_broken(part, world, workers)
     if config.cache is not None:
         # Training alone: evaluations are few.
         train.files = CachedFiles(train.files, shared_on_host(len(train), num_bytes(config.cache), world))

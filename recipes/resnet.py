@@ -66,7 +66,8 @@ class ResNet(Trainer):
 
     def build_data(self) -> Data:
         """Images and labels; tensors in memory, or a folder read by workers."""
-        return replace(build_images(self.config.data, self.world, self.size_at), repeats=self.config.data.repeats)
+        data = self.config.data
+        return replace(build_images(data, self.world, self.size_at), repeats=data.repeats, prefetch=data.prefetch)
 
     def size_at(self, epoch: int, position: int) -> int:
         """The side of training images in the step that begins at a sample of an epoch."""

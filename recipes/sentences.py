@@ -23,7 +23,7 @@ from fasttrain.data.documents import is_held_out
 from fasttrain.data.text import Layout, LayoutConfig, Sequences, encode, load_tokenizer, separate_sequences, special_ids
 from fasttrain.data.text.tokenizer import PAD, SEPARATOR, START
 from fasttrain.errors import ConfigError
-from fasttrain.lazy import F, np
+from fasttrain.lazy import F, np, torch
 from recipes import sets
 
 
@@ -89,6 +89,8 @@ class Sentences(Trainer):
 
     layout: Layout
     classes: list[str]
+    tokenizer: Any
+    special: dict[str, int]
 
     @property
     def folder(self) -> Path:
@@ -103,8 +105,8 @@ class Sentences(Trainer):
             (texts, labels), self.classes = sets.movie_sentences(), ["bad", "good"]
         else:
             texts, labels, self.classes = labelled_lines(data.file)
-        tokenizer = load_tokenizer(self.folder)
-        special = special_ids(tokenizer)
+        tokenizer = self.tokenizer = load_tokenizer(self.folder)
+        special = self.special = special_ids(tokenizer)
         self.layout = Layout(data, {"tokens": special[PAD]})
         sides = []
         for wanted in (False, True):
@@ -162,3 +164,12 @@ class Sentences(Trainer):
     def metrics(self, output: Any, batch: Any) -> dict[str, Any]:
         """Share of sentences whose class is told right."""
         return {"accuracy": (output.argmax(-1) == batch["label"]).double().mean()}
+
+    def as_text(self, batch: Any) -> list[str]:
+        """The sentences of a batch as the model sees them, each after the name of its class."""
+        tokens = batch["tokens"]
+        rows = torch.arange(len(tokens)) * tokens.shape[1]
+        flat = tokens.flatten().tolist()
+        ids = [flat[a : flat.index(self.special[SEPARATOR], a) + 1] for a in batch.get("first", rows).tolist()]
+        texts = self.tokenizer.decode_batch(ids, skip_special_tokens=False)
+        return [f"{self.classes[label]}: {text}" for label, text in zip(batch["label"].tolist(), texts, strict=True)]

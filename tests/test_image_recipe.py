@@ -169,6 +169,24 @@ def test_broken_files_stop_the_run_by_name_or_are_left_out_on_request(tmp_path):
     assert len(trainer.data.train) == 13
 
 
+def test_workers_to_be_found_and_batches_ahead_are_settings(tmp_path, monkeypatch):
+    both(tmp_path, count=7)
+    looked = []
+
+    def leave_out(dataset, world, num_workers):
+        looked.append(num_workers)
+
+    monkeypatch.setattr("fasttrain.data.broken.leave_out_broken", leave_out)
+    monkeypatch.setattr("recipes.image_data.cores_of_rank", lambda: 3)
+    words = ["data.name=folder", f"data.path={tmp_path}", "data.image_size=24", "data.broken=skip", "run.dir=null"]
+    settings = load(ROOT / "configs" / "resnet_photos.yaml", [*words, "data.num_workers=auto", "data.prefetch=5"])
+    trainer = ResNet(settings)
+    assert (trainer.data.num_workers, trainer.data.prefetch) == ("auto", 5)
+    assert looked == [3, 3], "every file is looked at by as many workers as there are cores"
+    with pytest.raises(ConfigError, match=r"prefetch=-1, num_workers=auto: use 0 or more"):
+        load(ROOT / "configs" / "resnet_photos.yaml", ["data.num_workers=auto", "data.prefetch=-1"])
+
+
 @pytest.mark.parametrize(
     ("data", "message"),
     [

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from fasttrain import ConfigError
+from fasttrain.cli.data_sheet import contact_sheet
 from fasttrain.config import load
 from fasttrain.data.text import train_wordpiece
 from recipes import sets
@@ -68,6 +69,21 @@ def test_it_learns_from_a_file_of_ones_own_in_every_layout(own, layout):
     summary = trainer.fit()
     assert before["accuracy"] < 0.8
     assert summary["metrics"]["accuracy"] > 0.95
+
+
+@pytest.mark.parametrize("layout", ["padded", "packed", "unpadded"])
+def test_a_look_at_the_data_shows_each_sentence_with_its_class(own, tmp_path, layout):
+    trainer = build(own, data={"layout": layout}, accumulation={"name": "microbatches", "num": 2})
+    sheet, texts = contact_sheet(trainer, tmp_path, None)
+    assert sheet is None
+    assert len(texts) == 4
+    for text in texts:
+        label, words = text.split(": ", 1)
+        assert words.startswith("[CLS] the ")
+        assert words.endswith("[SEP]")
+        assert words.count("[SEP]") == words.count(" number ") == 1
+        assert "[PAD]" not in words
+        assert sum(f" is {word}" in words for word in WORDS[label]) == 1
 
 
 def test_the_layouts_see_the_same_losses(own):

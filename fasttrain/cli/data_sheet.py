@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from fasttrain.core.batch import map_tensors
+from fasttrain.core.batch import Microbatches, map_tensors
 from fasttrain.core.plan import Plan
 from fasttrain.core.task import Task
 from fasttrain.lazy import np, pytree, torch
@@ -26,7 +26,10 @@ def contact_sheet(trainer: Any, folder: Path, names: Any) -> tuple[Path | None, 
     plan = getattr(trainer, "plan", None) or Plan([], trainer.context())
     images, labels, held = [], [], 0
     text = None
-    for batch in trainer.feed.training(task, plan, steps=COLUMNS * ROWS):
+    batches = trainer.feed.training(task, plan, steps=COLUMNS * ROWS)
+    # What was laid out by microbatches stays in them.
+    parts = (part for batch in batches for part in (batch if isinstance(batch, Microbatches) else [batch]))
+    for batch in parts:
         batch = map_tensors(lambda tensor: tensor.detach().cpu(), batch)
         text = trainer.as_text(batch) if text is None else text
         found = _images(batch)
