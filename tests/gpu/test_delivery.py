@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+
 import pytest
 import torch
 
@@ -87,3 +89,60 @@ def test_losses_are_the_same_bits_at_every_depth():
         assert losses == plain
         assert 0 <= summary["data_wait_fraction"] < 1
     assert len(plain) == 30
+
+
+class Pair:
+    """A batch class of a user's own, which nobody told how to be pinned."""
+
+    def __init__(self, samples):
+        self.x, self.y = map(torch.stack, zip(*samples, strict=True))
+
+    def to(self, device):
+        moved = object.__new__(Pair)
+        moved.x, moved.y = self.x.to(device), self.y.to(device)
+        return moved
+
+
+class OfTuples(Mlp):
+    collate, pinned = None, False
+
+    def build_data(self):
+        loader = torch.utils.data.DataLoader(
+            list(zip(*points(20), strict=True)),
+            batch_size=5,
+            num_workers=2,
+            persistent_workers=True,
+            pin_memory=self.pinned,
+            collate_fn=self.collate,
+        )
+        return Data(train=loader)
+
+
+class OfPairs(OfTuples):
+    collate, whole_batch_loss = Pair, True
+
+    def inputs(self, batch):
+        return (batch.x,)
+
+    def loss(self, output, batch):
+        return super().loss(output, (batch.x, batch.y))
+
+    def count(self, batch):
+        return len(batch.y)
+
+
+def losses_of(kind, device="cuda"):
+    watcher = Recorder()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        kind(batch_size=5, epochs=3, device=device, observers=[watcher], **QUIET).fit()
+    return [record["loss"] for record in watcher.steps], [str(one.message) for one in told]
+
+
+@pytest.mark.parametrize("pinned", [False, True])
+def test_PERSIST_2_a_batch_class_that_cannot_be_pinned_trains_through_all_epochs(pinned):
+    torch.use_deterministic_algorithms(True)
+    losses, told = losses_of(type("OfPairs", (OfPairs,), {"pinned": pinned}))
+    assert len(losses) == 3 * 4
+    assert len([text for text in told if "batches hold a Pair, which has no pin_memory()" in text]) == 1
+    assert losses == losses_of(OfTuples)[0]
