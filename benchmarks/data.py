@@ -9,8 +9,6 @@ process. The figure is the median over rounds of the ratio of their speeds.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import platform
 import statistics
 import time
@@ -22,7 +20,8 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-from benchmarks.overhead import commit, endless
+from benchmarks.overhead import endless
+from benchmarks.saved import append
 from fasttrain import Data, Trainer
 
 RESULTS = Path(__file__).parent / "results" / "data_in_memory.csv"
@@ -113,18 +112,7 @@ def main() -> None:
                 rows.append(compare(name, batch_size, arguments.rounds))
                 print("  ".join(f"{key} {value}" for key, value in rows[-1].items()), flush=True)
     if arguments.save:
-        common = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "torch": torch.__version__,
-            "device": platform.processor() or platform.machine(),
-        }
-        new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*common, *rows[0]])
-            if new:
-                writer.writeheader()
-            writer.writerows(common | row for row in rows)
+        append(RESULTS, rows, device=platform.processor() or platform.machine())
 
 
 if __name__ == "__main__":

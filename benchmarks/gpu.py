@@ -31,7 +31,8 @@ from torch.nn import functional as F
 if __package__ in (None, ""):  # run as a file
     sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from benchmarks.overhead import ROOT, commit, trainer_block
+from benchmarks.overhead import ROOT, trainer_block
+from benchmarks.saved import commit
 from fasttrain import ConfigError, Data, Trainer
 from fasttrain.core.float32 import set_fp32_precision
 from fasttrain.data.text import IGNORED

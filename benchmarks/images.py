@@ -11,11 +11,8 @@ Both take turns in one process, an epoch of the same images each; the figure is 
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import os
 import statistics
-import subprocess
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -26,6 +23,7 @@ from torch.utils.data import DataLoader, Subset
 from torchvision import datasets
 from torchvision.transforms import v2
 
+from benchmarks.saved import append
 from fasttrain import Data
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.images import ImageFolder
@@ -104,31 +102,15 @@ def main() -> None:
     parser.add_argument("--save", action="store_true")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
-    commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=True)
     rows = []
     for size in arguments.size:
         for workers in arguments.workers:
             found = measure(arguments.path, size, workers, arguments.batches, arguments.rounds)
-            row = {
-                "date": datetime.date.today().isoformat(),
-                "commit": commit.stdout.strip(),
-                "torch": torch.__version__,
-                "torchvision": torchvision.__version__,
-                "cpus": os.cpu_count(),
-                "images": Path(arguments.path).parent.name,
-                "size": size,
-                "workers": workers,
-                **found,
-            }
+            row = {"images": Path(arguments.path).parent.name, "size": size, "workers": workers, **found}
             print("  ".join(f"{key}={value}" for key, value in row.items()), flush=True)
             rows.append(row)
     if arguments.save:
-        new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, rows[0])
-            if new:
-                writer.writeheader()
-            writer.writerows(rows)
+        append(RESULTS, rows, torchvision=torchvision.__version__, cpus=os.cpu_count())
 
 
 if __name__ == "__main__":

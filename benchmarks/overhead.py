@@ -11,11 +11,8 @@ Identical code against itself shows the noise of the method. Beside it: microsec
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import platform
 import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -27,6 +24,7 @@ from torch import nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
+from benchmarks.saved import append
 from fasttrain import Data, Trainer
 from fasttrain.config import load
 from fasttrain.models.resnet import build_resnet
@@ -231,13 +229,6 @@ def compare(name: str, make: Callable[[], tuple[Block, Block, Block, int]], roun
     }
 
 
-def commit() -> str:
-    """The commit that was measured."""
-    return subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True
-    ).stdout.strip()
-
-
 def main() -> None:
     """Measure, print, and append to the results where asked."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -253,18 +244,7 @@ def main() -> None:
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
             rows.append(row)
     if arguments.save:
-        common = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit(),
-            "torch": torch.__version__,
-            "device": platform.processor() or platform.machine(),
-        }
-        new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*common, *rows[0]])
-            if new:
-                writer.writeheader()
-            writer.writerows(common | row for row in rows)
+        append(RESULTS, rows, device=platform.processor() or platform.machine())
 
 
 if __name__ == "__main__":

@@ -14,18 +14,15 @@ the median. On CUDA the precision is bf16, elsewhere float32.
 from __future__ import annotations
 
 import argparse
-import csv
-import datetime
 import platform
 import statistics
-import subprocess
 import time
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
 
+from benchmarks.saved import ROOT, append
 from fasttrain.core.batch import cut
 from fasttrain.data.grouping import group_by_length
 from fasttrain.data.text import (
@@ -41,7 +38,6 @@ from fasttrain.models.bert import BertForClassification
 from fasttrain.models.bert_config import BertConfig
 from recipes import sets
 
-ROOT = Path(__file__).parent.parent
 RESULTS = ROOT / "benchmarks" / "results" / "data_text.csv"
 WAYS = ("fixed", "padded", "grouped", "packed", "unpadded")
 LONGEST = 256
@@ -173,21 +169,7 @@ def main() -> None:
             rows.append(row)
             print("  ".join(f"{key} {value}" for key, value in row.items()), flush=True)
     if arguments.save:
-        commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, capture_output=True, text=True)
-        about = {
-            "date": datetime.date.today().isoformat(),
-            "commit": commit.stdout.strip(),
-            "torch": torch.__version__,
-            "python": platform.python_version(),
-            "device": name,
-            "rounds": arguments.rounds,
-        }
-        is_new = not RESULTS.exists()
-        with RESULTS.open("a", newline="") as file:
-            writer = csv.DictWriter(file, [*about, *rows[0]])
-            if is_new:
-                writer.writeheader()
-            writer.writerows({**about, **row} for row in rows)
+        append(RESULTS, rows, python=platform.python_version(), device=name, rounds=arguments.rounds)
 
 
 if __name__ == "__main__":
