@@ -49,6 +49,19 @@ class Recorder:
         pass
 
 
+class StopAt(Recorder):
+    """Asks for a stop after each of some steps."""
+
+    def __init__(self, *at):
+        super().__init__()
+        self.at = at
+
+    def stepped(self, record):
+        super().stepped(record)
+        if record["step"] in self.at:
+            self.run.request_stop("test")
+
+
 def points(n=24, seed=3):
     """Inputs `[n, 8]` and classes `[n]`."""
     g = torch.Generator().manual_seed(seed)
@@ -68,6 +81,29 @@ class Mlp(Trainer):
 
     def loss(self, output, batch):
         return F.cross_entropy(output, batch[1])
+
+
+class Passing(Trainer):
+    """A model that gives its input back, a column of numbers."""
+
+    def build_model(self):
+        model = nn.Linear(1, 1, bias=False)
+        nn.init.ones_(model.weight)
+        return model
+
+    def loss(self, output, batch):
+        return output.mean()
+
+
+def loss_and_gradients(trainer):
+    """The loss of a trainer's first step, over all ranks. The gradients are then in its model."""
+    batch = next(trainer.feed.training(trainer.task, trainer.plan))
+    trainer.model.train()
+    loss = trainer.plan.gradients_of(trainer.task, batch)
+    if trainer.world.size > 1:
+        torch.distributed.all_reduce(loss)
+        loss = loss / trainer.world.size
+    return loss.item()
 
 
 class Weight(Trainer):

@@ -1,13 +1,12 @@
 """The recipes against their flat twins: 20 steps, float32, one process, equal bits. And ranks against one process."""
 
 import pytest
-import torch
 
 from fasttrain.config import load
 from recipes.flat import bert as flat_bert
 from recipes.flat import resnet as flat_resnet
 from tests.commands import ROOT
-from tests.helpers import Recorder, largest_difference, state
+from tests.helpers import Recorder, largest_difference, loss_and_gradients, state
 from tests.ranks import run_ranks
 
 QUIET = ["run.dir=null", "log.every=1", "evaluate.every=1000"]
@@ -46,14 +45,9 @@ def gradients_of(config, *overrides):
     """Gradient of the first step of a recipe, by name; float64 copies."""
     resolved = load(ROOT / "configs" / config, [*QUIET, *overrides])
     trainer = resolved.trainer(resolved)
-    batch = next(trainer.feed.training(trainer.task, trainer.plan))
-    trainer.model.train()
-    loss = trainer.plan.gradients_of(trainer.task, batch)
-    if trainer.world.size > 1:
-        torch.distributed.all_reduce(loss)
-        loss = loss / trainer.world.size
+    loss = loss_and_gradients(trainer)
     grads = {name: parameter.grad.double() for name, parameter in trainer.model.named_parameters()}
-    return loss.item(), grads
+    return loss, grads
 
 
 def relative_difference(a, b):

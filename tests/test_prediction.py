@@ -10,7 +10,7 @@ from torch import nn
 
 from fasttrain import ConfigError, Data, Trainer
 from tests import commands
-from tests.helpers import QUIET, Mlp, points
+from tests.helpers import QUIET, Mlp, Passing, points
 from tests.ranks import run_ranks
 
 
@@ -19,7 +19,7 @@ class Output(NamedTuple):
     words: list
 
 
-class Numbered(Trainer):
+class Numbered(Passing):
     """The prediction of a sample is its number, in several forms."""
 
     class Config(Trainer.Config):
@@ -28,14 +28,6 @@ class Numbered(Trainer):
     def build_data(self):
         numbers = torch.arange(self.config.n, dtype=torch.float32)[:, None]
         return Data(train=(torch.ones(4, 1),), evaluation=(numbers,))
-
-    def build_model(self):
-        model = nn.Linear(1, 1, bias=False)
-        nn.init.ones_(model.weight)
-        return model
-
-    def loss(self, output, batch):
-        return output.mean()
 
     def prediction(self, output, batch):
         return {"number": output[:, 0], "inner": Output(output, [f"sample {int(x)}" for x in batch[0]])}

@@ -9,7 +9,7 @@ import torch
 
 from fasttrain.core.plan import Microbatches
 from recipes.bert import Bert
-from tests.helpers import largest_difference, state
+from tests.helpers import largest_difference, loss_and_gradients, state
 from tests.ranks import run_ranks
 
 LAYOUTS = ("padded", "packed", "unpadded")
@@ -116,13 +116,7 @@ def packed_on_a_rank():
 def gradients_of(**settings):
     """Loss and gradient of the first step, over all ranks."""
     trainer = build(dtype=torch.float64, **settings)
-    batch = next(trainer.feed.training(trainer.task, trainer.plan))
-    trainer.model.train()
-    loss = trainer.plan.gradients_of(trainer.task, batch)
-    if trainer.world.size > 1:
-        torch.distributed.all_reduce(loss)
-        loss = loss / trainer.world.size
-    return loss.item(), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
+    return loss_and_gradients(trainer), torch.cat([p.grad.flatten() for p in trainer.model.parameters()])
 
 
 PIECES = {"accumulation": {"name": "microbatches", "size": 3}}

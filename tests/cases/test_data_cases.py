@@ -20,9 +20,9 @@ from fasttrain import ConfigError, Data, Trainer
 from fasttrain.data.by_order import ByOrder
 from fasttrain.data.order import Order
 from fasttrain.data.reading import Position
-from fasttrain.observe import EarlyStopping, Observer
+from fasttrain.observe import EarlyStopping
 from tests.commands import descendants, end, start, wait_for_step
-from tests.helpers import QUIET, Recorder
+from tests.helpers import QUIET, Recorder, StopAt
 from tests.ranks import run_ranks
 
 
@@ -66,20 +66,6 @@ class Keeps(Trainer):
         x = batch[0] if isinstance(batch, tuple | list) else batch
         self.rows.append(x.clone())
         return super().train_step(batch)
-
-
-class StopAt(Observer):
-    """Asks for a stop after each of some steps."""
-
-    def __init__(self, *steps):
-        self.steps = steps
-
-    def started(self, run):
-        self.run = run
-
-    def stepped(self, record):
-        if record["step"] in self.steps:
-            self.run.request_stop("test")
 
 
 FORMS = {

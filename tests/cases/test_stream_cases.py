@@ -15,7 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from fasttrain import ConfigError, Data, Microbatches, RunError
 from fasttrain.observe import Observer
-from tests.helpers import QUIET, Mlp, Recorder, Weight, largest_difference, points, state
+from tests.helpers import QUIET, Mlp, Recorder, StopAt, Weight, largest_difference, points, state
 from tests.ranks import run_ranks
 
 WATCHDOG_S = 30.0
@@ -554,14 +554,6 @@ def test_ITERABLE_2_data_twice_as_long_as_declared_is_told_before_it_ends():
 
 @pytest.mark.parametrize("stop", [2, 3, 4])
 def test_ITERABLE_2_a_stopped_run_goes_on_where_its_epoch_was(tmp_path, stop):
-    class Stops(Observer):
-        def started(self, run):
-            self.run = run
-
-        def stepped(self, record):
-            if record["step"] == stop:
-                self.run.request_stop("test")
-
     class Run(Mlp):
         def build_data(self):
             return Data(train=Declared(3))
@@ -569,7 +561,7 @@ def test_ITERABLE_2_a_stopped_run_goes_on_where_its_epoch_was(tmp_path, stop):
     settings = {"batch_size": 4, "epochs": 2, "log": {"every": 1}, "run": {"dir": str(tmp_path), "id": "one"}}
     whole = Run(**{**settings, "run": {"dir": None}})
     whole.fit()
-    assert Run(**settings, observers=[Stops()]).fit()["steps"] == stop
+    assert Run(**settings, observers=[StopAt(stop)]).fit()["steps"] == stop
     resumed = Run(**settings, resume="auto")
     assert resumed.fit()["steps"] == 6
     assert largest_difference(state(whole), state(resumed)) == 0.0

@@ -17,8 +17,7 @@ from fasttrain.data.reading import Portion, Position
 from fasttrain.data.shards import samples_of
 from fasttrain.distributed.world import World
 from fasttrain.errors import CheckpointError
-from fasttrain.observe import Observer
-from tests.helpers import QUIET, Mlp, largest_difference, points, state
+from tests.helpers import QUIET, Mlp, StopAt, largest_difference, points, state
 from tests.ranks import run_ranks
 
 pytestmark = [
@@ -228,18 +227,6 @@ class Sharded(Mlp):
         )
 
 
-class Stops(Observer):
-    def __init__(self, at):
-        self.at = at
-
-    def started(self, run):
-        self.run = run
-
-    def stepped(self, record):
-        if record["step"] == self.at:
-            self.run.request_stop("test")
-
-
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_stopped_run_makes_the_very_steps_that_would_have_come(tmp_path, workers):
     cls = type("Sharded", (Sharded,), {"workers": workers})
@@ -248,7 +235,7 @@ def test_a_stopped_run_makes_the_very_steps_that_would_have_come(tmp_path, worke
     assert whole.total_steps == whole.fit()["steps"] == 20
     for stop in (3, 9, 10, 14):
         resume = {} if stop == 3 else {"resume": "auto"}
-        assert cls(**settings, **resume, observers=[Stops(stop)]).fit()["steps"] == stop
+        assert cls(**settings, **resume, observers=[StopAt(stop)]).fit()["steps"] == stop
     resumed = cls(**settings, resume="auto")
     summary = resumed.fit()
     assert (summary["steps"], summary["samples"]) == (20, 80)
@@ -274,7 +261,7 @@ def test_streams_without_end_are_trained_on_and_taken_up(tmp_path):
     settings = {"batch_size": 4, "steps": 30, "log": {"every": 1}, "run": {"dir": str(tmp_path), "id": "one"}}
     whole = Endless(**{**settings, "run": {"dir": None}})
     whole.fit()
-    Endless(**settings, observers=[Stops(17)]).fit()
+    Endless(**settings, observers=[StopAt(17)]).fit()
     resumed = Endless(**settings, resume="auto")
     assert resumed.fit()["samples"] == 120
     assert largest_difference(state(whole), state(resumed)) == 0.0

@@ -12,8 +12,7 @@ from fasttrain import ConfigError, Data
 from fasttrain.data.plain import from_plain, to_plain
 from fasttrain.data.tables import EVALUATION, TRAIN, prepared
 from fasttrain.errors import CheckpointError
-from fasttrain.observe import Observer
-from tests.helpers import QUIET, Weight
+from tests.helpers import QUIET, StopAt, Weight
 
 # torchdata 0.11 calls a function that torch 2.14 warns of and that does nothing.
 pytestmark = pytest.mark.filterwarnings("ignore:'set_vital' is deprecated")
@@ -90,18 +89,6 @@ def test_ranks_take_parts_of_a_stream():
     assert all(len(part) > 2 for part in parts)
 
 
-class Stops(Observer):
-    def __init__(self, at):
-        self.at = at
-
-    def started(self, run):
-        self.run = run
-
-    def stepped(self, record):
-        if record["step"] == self.at:
-            self.run.request_stop("test")
-
-
 class Steps:
     """An iterable of batches that keeps its place, and how many it made."""
 
@@ -151,7 +138,7 @@ def test_what_keeps_its_place_is_taken_up_there(tmp_path, source):
     whole = run(source, workers, epochs=2).given
     settings = {"epochs": 2, "run": {"dir": str(tmp_path), "id": "one"}}
     Steps.made = 0
-    first = run(source, workers, **settings, observers=[Stops(3)])
+    first = run(source, workers, **settings, observers=[StopAt(3)])
     second = run(source, workers, **settings, resume="auto")
     assert first.given + second.given == whole
     if source is Steps:
