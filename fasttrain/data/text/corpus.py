@@ -10,7 +10,6 @@ import hashlib
 import json
 import os
 import platform
-import tempfile
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -22,6 +21,7 @@ from fasttrain.data.text import tokenizer as tokenizing
 from fasttrain.data.text.config import TextConfig
 from fasttrain.data.text.sequences import Sequences, full_sequences, separate_sequences
 from fasttrain.data.text.tokenizer import MASK, PAD, SEPARATOR, START
+from fasttrain.data.whole import made_beside
 from fasttrain.errors import ConfigError, RunError
 from fasttrain.lazy import np, torch
 
@@ -74,16 +74,9 @@ def corpus(config: TextConfig, own: OwnTexts | None = None) -> Corpus:
     folder = cache_folder() / "text" / _key(config, files)
     if not folder.is_dir():
         texts = _texts(config, own, files)
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".making-") as making:
-            made = Path(making) / "corpus"
+        with made_beside(folder) as made:
             made.mkdir()
             _write(made, texts, config)
-            try:
-                made.rename(folder)
-            except OSError:
-                if not folder.is_dir():  # otherwise another process was first, with the same content
-                    raise
     return _read(folder)
 
 
