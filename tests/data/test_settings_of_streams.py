@@ -123,6 +123,12 @@ def test_a_worker_of_shards_that_dies_is_named():
         trainer(Shards(range(3), rows, dies), {"num_workers": 1}, epochs=1).fit()
 
 
+def test_a_worker_that_dies_in_an_evaluation_is_named_outside_a_run_too():
+    more = {"num_workers": 1, "evaluation": Shards(range(3), rows, dies)}
+    with pytest.raises(LostWorker, match=r"worker 0 of 1 .* reads the evaluation data, was killed by SIGKILL"):
+        trainer((X, Y), more, steps=1).evaluate()
+
+
 @pytest.mark.parametrize(("workers", "timeout"), [(1, 7.0), ("auto", 0)])
 def test_workers_of_a_stream_have_timeout_s_too(workers, timeout):
     run = trainer(Stream(), {"num_workers": workers, "timeout_s": 7.0}, steps=1)
