@@ -57,7 +57,7 @@ def test_a_folder_of_images_is_counted_and_drawn(folder, capsys):
     assert train["labels"] == {"0": 6, "1": 6, "2": 6}
     assert held_out["labels"] == {"0": 2, "1": 2, "2": 2}
     (image, label) = train["entries"].values()
-    assert (image["dtype"], image["shapes"]) == ("float32", [[[3, 8, 8], 18]])
+    assert (image["dtype"], image["shapes"]) == ("uint8", [[[3, 8, 8], 18]])
     assert (label["dtype"], label["range"]) == ("int64", [0.0, 2.0])
     assert told["in_both"] == {"count": 0, "first": []}
     rates = {row["workers"]: row["samples_per_s"] for row in told["loader"]}
@@ -140,6 +140,21 @@ def test_labels_and_values_that_are_wrong_are_told(kind, problems, tmp_path, cap
     for given, expected in zip(told["problems"], problems, strict=True):
         assert expected in given
     assert told["sheet"] is None
+
+
+Sorted = trainer(points([0] * 40 + [1, 2, 3], 0), points([0, 1, 2, 3], 1))
+
+
+def test_labels_of_a_part_of_the_data_do_not_tell_how_many_classes_there_are(tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("fasttrain.cli.data.SECONDS", 0.05)
+    config = tmp_path / "labels.yaml"
+    config.write_text(CONFIG.format(kind="Sorted"))
+    assert main(["data", "--config", str(config), "limit_batches=1"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "in training and evaluation: 0 samples of those looked at" in lines
+    table = lines.index("4 classes (class, train, evaluation):")
+    assert lines[table + 2 : table + 5] == ["  1 0 1", "  2 0 1", "  3 0 1"]
+    assert lines[-1] == "nothing is wrong"
 
 
 def test_plain_lines_where_no_terminal_is(capsys, monkeypatch, tmp_path):

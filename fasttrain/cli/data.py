@@ -76,8 +76,13 @@ def look(resolved: Resolved, folder: Path) -> dict[str, Any]:
     if len(surveys["train"].labels) > max(FEW_LABELS, surveys["train"].seen // 2):
         for found in surveys.values():
             found.labels.clear()
-    names = getattr(given.train, "classes", None)
-    classes = len(names) if names is not None else max(surveys["train"].labels, default=-1) + 1
+    names = getattr(given.train, "classes", getattr(trainer, "classes", None))
+    # Labels of a part of the training data do not tell how many classes there are.
+    whole = settings.limit_batches is None or surveys["train"].seen == surveys["train"].samples
+    telling = [surveys["train"]] if whole else list(surveys.values())
+    classes = (
+        len(names) if names is not None else max((label for found in telling for label in found.labels), default=-1) + 1
+    )
     gc.collect()
     problems = [
         problem for name, found in surveys.items() for problem in _problems(name, found, classes, names, sources[name])
@@ -85,9 +90,9 @@ def look(resolved: Resolved, folder: Path) -> dict[str, Any]:
     twice = _twice(surveys, sources)
     sheet, text = None, None
     try:
-        whole = trainer if _needs_no_model(kind) else kind(resolved)
-        whole.feed = Feed(_readable(whole.data, surveys["train"]), settings, whole.world)
-        sheet, text = contact_sheet(whole, folder, names)
+        shown = trainer if _needs_no_model(kind) else kind(resolved)
+        shown.feed = Feed(_readable(shown.data, surveys["train"]), settings, shown.world)
+        sheet, text = contact_sheet(shown, folder, names)
     except FasttrainError as error:
         problems.append(f"no training batch could be made: {error}")
     return {

@@ -17,7 +17,8 @@ def page(report: Mapping[str, Any], is_terminal: bool, listed: int) -> str:
     for name, part in report["parts"].items():
         lines += _part(name, part)
     if (both := report["in_both"]) is not None:
-        lines.append(f"in training and evaluation: {both['count']:,} samples")
+        part = any(part["looked_at"] != part["samples"] for part in report["parts"].values())
+        lines.append(f"in training and evaluation: {both['count']:,} samples{' of those looked at' if part else ''}")
         lines += [f"  {train} = {held_out}" for train, held_out in both["first"]]
     told = "\n".join(lines) + "\n"
     if report["classes"]:
@@ -48,7 +49,7 @@ def _part(name: str, part: Mapping[str, Any]) -> list[str]:
         shapes = f"[{', '.join(map(str, shape))}]" + (f" and {others:,} other shapes" if others else "")
         low, high = (text.figure(value) if "float" in told["dtype"] else f"{value:.0f}" for value in told["range"])
         lines.append(f"  {entry}: {told['dtype']} {shapes}, {low} to {high}")
-        for start, end, count in told["lengths"] or ():
+        for start, end, count in (row for row in told["lengths"] or () if row[2]):
             lines.append(f"    length {start} to {end}: {count:,}")
     if part["repeated"]:
         lines.append(f"  {part['repeated']:,} samples are there more than once")
@@ -66,8 +67,10 @@ def _classes(report: Mapping[str, Any], is_terminal: bool, listed: int) -> str:
         called = str(names[label]) if names is not None and 0 <= label < len(names) else ""
         held = [counts[name].get(str(label), 0) for name in parts]
         bar = "█" * round(BAR * held[0] / most) if is_terminal else ""
-        rows.append([str(label), called, *(f"{count:,}" for count in held), bar])
-    told = _rows(f"{report['classes']:,} classes", ["class", "name", *parts, ""], rows, is_terminal)
+        rows.append([str(label), *([] if names is None else [called]), *(f"{count:,}" for count in held), bar])
+    told = _rows(
+        f"{report['classes']:,} classes", ["class", *([] if names is None else ["name"]), *parts, ""], rows, is_terminal
+    )
     if len(shown) < len(labels):
         each = sorted(counts["train"].get(str(label), 0) for label in labels)
         told += f"and {len(labels) - len(shown):,} more; in training {each[0]:,} to {each[-1]:,} samples each\n"
