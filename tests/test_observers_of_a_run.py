@@ -63,4 +63,6 @@ def test_an_observer_that_fails_at_a_failure_does_not_hide_it():
     with pytest.raises(ArithmeticError, match="the mistake") as told:
         Fails(batch_size=8, steps=1, observers=[Broken(), watcher], **QUIET).fit()
     assert isinstance(watcher.error, ArithmeticError)
-    assert told.value.__notes__ == ["Broken.failed raised, too: KeyError: 'its own mistake'"]
+    of_the_batch, of_the_observer = told.value.__notes__
+    assert of_the_batch.startswith("The batch of this step: sample ")
+    assert of_the_observer == "Broken.failed raised, too: KeyError: 'its own mistake'"

@@ -142,7 +142,8 @@ def check_metrics(given: Any, base: Any) -> None:
     Raises:
         ConfigError: there are metrics, and no loss to take an output.
     """
-    own = [name for name in ("metrics", "build_metrics") if getattr(given, name) is not getattr(base, name)]
+    told = {"metrics": "metrics(output, batch)", "build_metrics": "build_metrics"}
+    own = [told[name] for name in told if getattr(given, name) is not getattr(base, name)]
     if own and given.evaluate is base.evaluate and given.loss is base.loss:
         raise ConfigError(
             f"{given.__name__} gives {own[0]}, but no loss(output, batch), so an evaluation has no output to measure; give "
