@@ -590,12 +590,11 @@ def test_SYNC_ITEM_1_nothing_is_read_between_log_points(monkeypatch, variant, cl
 
 @pytest.mark.parametrize("variant", ["plain", "fp16, clipping, skip, schedule"])
 def test_SYNC_ITEM_1_a_data_set_is_read_without_reading_the_device(monkeypatch, variant):
-    """What remains is the host's own, once an epoch: the order of the samples, and the seed torch's loader draws."""
+    """What remains is the host's own: the numbers of the samples of each batch."""
     trainer = FromDataset(batch_size=8, steps=100, log={"every": 10}, run={"dir": None}, **QUICK[variant])
     reads = Reads(monkeypatch, trainer)
     trainer.fit()
-    assert set(reads.in_step) == {"item", "numpy"}
-    assert max(reads.in_step.values()) <= 34
+    assert reads.in_step == {"tolist": 100}
 
 
 def test_SYNC_ITEM_1_the_counters_see_reads(monkeypatch):
