@@ -305,7 +305,8 @@ def test_an_error_of_the_compiler_says_how_to_train_without_and_where_compiled_c
     trainer = Stack(batch_size=8, steps=1, compile="blocks", run={"dir": str(tmp_path)}, observers=[watcher])
     with pytest.raises(torch._dynamo.exc.BackendCompilerFailed) as caught:
         trainer.fit()
-    (note,) = caught.value.__notes__
+    note, of_the_batch = caught.value.__notes__
+    assert of_the_batch.startswith("The batch of this step: ")
     assert note.startswith("compile=blocks failed; to train without it: compile=null. What was compiled is kept in ")
     assert f"{tmp_path}/.compile/torch" in note
     assert watcher.error is caught.value
@@ -318,7 +319,8 @@ def test_errors_of_the_model_get_no_advice_on_compiling():
 
     with pytest.raises(ValueError, match="planted") as caught:
         Fails(batch_size=8, steps=1, compile={"name": "blocks", "backend": "aot_eager"}, **QUIET).fit()
-    assert not hasattr(caught.value, "__notes__")
+    (note,) = caught.value.__notes__
+    assert note.startswith("The batch of this step: ")
 
 
 @pytest.mark.parametrize("setting", [{"cache": "false"}, {"artifacts": "true"}])
