@@ -126,6 +126,9 @@ def test_twenty_steps_under_a_changing_rate_are_one_graph_and_the_numbers_of_the
     assert len(GRAPHS) == (2 if kind == "of the user, counting" else 1)
     assert not torch._dynamo.utils.counters["graph_break"]
     bound = 0.0 if kind in SAME_BITS else BOUND
+    if kind == "muon" and refusable:
+        # Newton-Schulz in bfloat16 carries a last bit on, by the kernels of some processors: 20 steps, each off by it.
+        bound = 20 * max(group["lr"] for group in optimizers[0].param_groups) * torch.finfo(torch.bfloat16).eps
     assert largest_difference(models[0].state_dict(), models[1].state_dict()) <= bound
     eager, compiled = states(optimizers[0]), states(optimizers[1])
     assert {k: (v.dtype, v.shape) for k, v in eager.items()} == {k: (v.dtype, v.shape) for k, v in compiled.items()}
